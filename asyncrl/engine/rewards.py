@@ -7,6 +7,7 @@ a dict of such numbers, its parts. Their sum is the reward. With `async def` it 
 
 import asyncio
 import contextlib
+import difflib
 import inspect
 import json
 import math
@@ -17,7 +18,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import nearest
 from asyncrl.tasks import score_of
 from asyncrl.user_code import is_user_code, load
 from data.problem import Problem
@@ -121,8 +121,11 @@ class RewardScorer:
             scored = f"--reward {function.text}" if function.text else "a row without --reward"
             for name in function.needed:
                 if name not in row:
+                    columns = sorted(row.keys() - {"response"})
+                    near = difflib.get_close_matches(name, columns, n=1) or ["one of them"]
                     raise ValueError(
-                        f"{place}{scored} needs {name}, and has {', '.join(sorted(row))}; rename it{nearest(name, row)}"
+                        f"{place}{scored} needs the column {name}, and the row has {', '.join(columns)}; rename "
+                        f"{near[0]} to {name}{', or the parameter' * bool(function.text)}"
                     )
                 if row[name] is None:
                     raise ValueError(

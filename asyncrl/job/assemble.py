@@ -33,7 +33,7 @@ from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.workers import Workers
 from asyncrl.job.disk import check_room, checkpoint_bytes
-from asyncrl.job.inputs import check_model, make_tickets, read_task, try_copies
+from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
 from asyncrl.job.resume import (
     check_is_unchanged,
@@ -141,6 +141,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     placement = claim_cores(placement, rank.on_end)
     _show(cluster, placement, model_path)
     check_model(config, model_path, rank.device.type)
+    check_tokenizer(config, model_path)
     tickets = make_tickets(config, cluster, model_path, task)
     controller_state = None
     if rank.checkpoint:

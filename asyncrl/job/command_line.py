@@ -48,7 +48,7 @@ class Command:
     print_config: bool = False
     """Print the options that the run would have, as TOML for --config, and end."""
     dry_run: bool = False
-    """Print placement, memory and a predicted step, and end."""
+    """Check the inputs of a run, print placement, memory and a predicted step, and end."""
     gpus: str | None = None
     """GPUs to plan for, for example 8xH100. Unset takes the GPUs of this machine."""
 

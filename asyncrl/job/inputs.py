@@ -56,23 +56,13 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
 
 
 def check_model(config: Config, model_path: str, device: str) -> None:
-    """Raise ValueError if the model would be trained wrongly, or a token or the longest sequence does not fit it."""
+    """Raise ValueError if the model would be trained wrongly, or the longest sequence does not fit it."""
     from asyncrl.trainer.families import check_engine, longest_sequence, read_config
 
     model = read_config(model_path)
     for plugin in config.plugins:
         plugin.check(config, model)
     check_engine(config, model, device)
-    tokenizer = load_tokenizer(model_path)
-    special = set(tokenizer.all_special_ids)
-    for token, index in tokenizer.get_vocab().items():
-        # Gemma's text models lack the token of an image, which no template writes.
-        is_unused = index in special and token not in str(tokenizer.chat_template)
-        if index >= model.vocab_size and not is_unused:
-            raise ValueError(
-                f"--model {config.model}: its tokenizer writes {token!r} as {index}, and its config.json has a "
-                f"vocabulary of {model.vocab_size}; take that model's own tokenizer, or resize its embeddings"
-            )
     limit = longest_sequence(model)
     if limit is not None and config.max_sequence_tokens > limit:
         raise ValueError(
@@ -80,6 +70,23 @@ def check_model(config: Config, model_path: str, device: str) -> None:
             f"{config.max_sequence_tokens} tokens, and a sequence of {config.model} may have {limit}: its positions "
             "end there, or its longrope changes there; lower one of the two"
         )
+
+
+def check_tokenizer(config: Config, model_path: str) -> None:
+    """Raise ValueError if the model lacks a token of its tokenizer."""
+    from asyncrl.trainer.families import read_config
+
+    vocab_size = read_config(model_path).vocab_size
+    tokenizer = load_tokenizer(model_path)
+    special = set(tokenizer.all_special_ids)
+    for token, index in tokenizer.get_vocab().items():
+        # Gemma's text models lack the token of an image, which no template writes.
+        is_unused = index in special and token not in str(tokenizer.chat_template)
+        if index >= vocab_size and not is_unused:
+            raise ValueError(
+                f"--model {config.model}: its tokenizer writes {token!r} as {index}, and its config.json has a "
+                f"vocabulary of {vocab_size}; take that model's own tokenizer, or resize its embeddings"
+            )
 
 
 def try_copies(config: Config) -> None:

@@ -186,6 +186,18 @@ class RunDirectory:
             self._tracker.finish()
 
 
+def check_is_free(folder: Path) -> None:
+    """Raise ValueError if the directory of a new run is taken."""
+    if folder.exists() and not _ended_before_first_step(folder):
+        raise _taken(folder)
+
+
+def _taken(folder: Path) -> ValueError:
+    return ValueError(
+        f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
+    )
+
+
 def _make_directory(folder: Path) -> None:
     """Make the directory of a new run. Raises ValueError if its name is taken."""
     if _ended_before_first_step(folder):
@@ -193,9 +205,7 @@ def _make_directory(folder: Path) -> None:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise ValueError(
-            f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
-        ) from None
+        raise _taken(folder) from None
 
 
 def _ended_before_first_step(folder: Path) -> bool:

