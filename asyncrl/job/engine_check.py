@@ -2,10 +2,8 @@
 
 from dataclasses import asdict
 
-from asyncrl.job.arrival import SURE
+from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.job.node import Leader
-from asyncrl.job.probe import ALLOWED_MISMATCH
-from asyncrl.trainer.model import compute_dtype
 
 
 class EngineCheck:
@@ -14,7 +12,7 @@ class EngineCheck:
     def __init__(self, leader: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
         self._leader = leader
-        self._allowed = ALLOWED_MISMATCH[compute_dtype(leader.config, leader.device)]
+        self._allowed = ALLOWED_MISMATCH[leader.config.dtype_on(leader.device.type)]
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
