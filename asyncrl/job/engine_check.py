@@ -1,6 +1,6 @@
 """Acts on engines with wrong weights: it warns, bans the host, or ends the run."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.job.node import Leader
@@ -46,8 +46,10 @@ class EngineCheck:
         leader = self._leader
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
-            leader.run.record_event("lag", worker=worker, version=version, **asdict(arrivals.whole))
             arrival = arrivals.recent
+            # The whole run dilutes a late fault, so the record has the number that the alarm compares.
+            whole = replace(arrivals.whole, late_sigmas=arrival.late_sigmas)
+            leader.run.record_event("lag", worker=worker, version=version, **asdict(whole))
             if not arrival.late_sigmas > SURE:
                 continue
             problem = (

@@ -129,6 +129,7 @@ def lag_event(worker, late_sigmas, current_sigmas):
         ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, 6.1, -7.0)],
          "0.061 ± 0.01, late by 6.1 standard errors, limit 6: weights arrive late"),
         ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, -2.0, 5.9)], "undecided, because rounding hides"),
+        ("mismatch/versions_behind", [], "not measured"),
         ("mismatch/abs_mean", 0.1499, "at most 0.15, limit 0.15: fine"),
         ("mismatch/abs_mean", 0.16, "at most 0.16, limit 0.15: engine and trainer compute differently"),
         ("mismatch/decoded", 0.16, "at most 0.16, limit 0.15: decoding uses old weights or an old cache"),
@@ -139,7 +140,9 @@ def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(
     metric, value, verdict, run, monkeypatch, capsys
 ):
     if metric == "mismatch/versions_behind":
-        write_jsonl(run / "events.jsonl", EVENTS + [lag_event(*sigmas) for sigmas in value])
+        old_names = {"event": "lag", "time": STARTED, "worker": 0, "version": 2, "behind": 9.0}
+        lags = [lag_event(*sigmas) for sigmas in value] or [old_names]
+        write_jsonl(run / "events.jsonl", EVENTS + lags)
     else:
         write_jsonl(run / "metrics.jsonl", [*METRICS[:-1], METRICS[-1] | {metric: value}])
     run_script(monkeypatch, "report.py", run)
