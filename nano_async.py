@@ -42,6 +42,7 @@ import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,10 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    alpha: float = 1.0  # batches that rollout may run ahead; 0 is synchronous
-    delay: int = 0  # steps by which each publish is late
+    # batches that rollout may run ahead; 0 is synchronous
+    alpha: Annotated[float, tyro.conf.arg(aliases=["--async-ratio"])] = 1.0
+    # steps by which each publish is late
+    delay: Annotated[int, tyro.conf.arg(aliases=["--publish-delay"])] = 0
     steps: int = 60
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt

@@ -932,6 +932,11 @@ def switch(name: str, is_on: bool) -> str:
 
 
 def nearest(text: str, known: Iterable[str] | None) -> str:
-    """Return the end of an error about an unknown word: the nearest known word, or nothing."""
-    near = difflib.get_close_matches(text, map(str, known or ()), n=1)
+    """Return the end of an error about an unknown word: the nearest known word, or nothing.
+
+    A word with the same letters is the nearest.
+    """
+    words = [*map(str, known or ())]
+    near = [word for word in words if sorted(word) == sorted(text)]
+    near = near or difflib.get_close_matches(text, words, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -7,10 +7,12 @@ Every combination is one cell: one `torchrun train_async.py`, all with the same 
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
 adds its cells. What follows `--` is given to every run. grids.py says what is kept, and makes of it table.md, paired.md
 (stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png. --without makes without.md.
+--dry-run checks the options of every cell, and prints the cells and what the tables will answer.
 """
 
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -30,7 +32,17 @@ from asyncrl import user_code
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
 from asyncrl.job.command_line import check, read_options
-from scripts.grids import key, loss, read_records, record_of, report, setting
+from scripts.grids import (
+    MIN_VERSIONS,
+    QUESTIONS,
+    key,
+    loss,
+    num_level_versions,
+    read_records,
+    record_of,
+    report,
+    setting,
+)
 from scripts.runs import load
 from scripts.table import show
 
@@ -38,6 +50,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
 AXES = ("algo", "algo_args", "async_ratio", "publish_delay", "seed")
 """Options that every cell names first."""
+SIMILAR_WORDS = {
+    "--algo": "--algos LOSS1 LOSS2",
+    "--seed": "--seeds N, which takes seeds 0 to N − 1",
+    "--delay": "--publish-delay K1 K2",
+    "--lag": "--publish-delay K1 K2",
+    "--staleness": "--publish-delay K1 K2, or --async-ratio N1 N2 for at most N steps",
+}
+"""Words that are no options of this script, with the options that they mean."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,8 @@ class Arguments:
     """Keep the directories of the runs, in OUT/runs."""
     parallel: int = 1
     """Runs at a time. They divide the cores, so times mean less."""
+    dry_run: bool = False
+    """Check and print the cells, and run nothing."""
     report: bool = False
     """Run nothing, make the tables and the figure of --out again."""
     baseline: str | None = None
@@ -77,8 +99,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     read = tyro.cli(Arguments, description=__doc__, args=words[:end], return_unknown_args=True)
     given, unknown = read
     if unknown:
-        what = "is no option of this script; options of every run go after --"
-        raise ValueError(f"{unknown[0]} {what}")
+        meant = SIMILAR_WORDS.get(unknown[0].partition("=")[0])
+        hint = f"write {meant}" if meant else "options of every run go after --"
+        raise ValueError(f"{unknown[0]} is no option of this script; {hint}")
     without = tuple(name.replace("-", "_") for name in given.without)
     for name in without:
         if name not in OPTIONS:
@@ -178,6 +201,35 @@ def cells_of(arguments: Arguments) -> list[dict]:
             raise ValueError(f"{cell_name(cell)}, {what}")
         cells[key(cell)] = cell
     return [cell | {"seed": seed} for seed in range(arguments.seeds) for cell in cells.values()]
+
+
+def warn_of_few_versions(cells: list[dict], extra: Sequence[str]) -> None:
+    """Print how many steps level needs, if the cells with the options `extra` have fewer."""
+    lag = max(cell["publish_delay"] + math.ceil(cell["async_ratio"]) for cell in cells)
+    common_steps = read_options([*extra]).steps
+    num_steps = min(cell.get("steps", common_steps) for cell in cells)
+    num_versions = max(0, num_level_versions(num_steps, lag))
+    if num_versions < MIN_VERSIONS:
+        print(
+            f"warning: {num_steps} steps with a lag of {lag} can leave {num_versions} versions for level, which needs "
+            f"{MIN_VERSIONS}; give -- --steps {2 * (lag + MIN_VERSIONS) - 1}. Final accuracy needs no more steps",
+            file=sys.stderr,
+        )
+
+
+def describe(cells: list[dict], baseline: str | None) -> list[str]:
+    """Return the names of the cells, and the question that each table answers or what it needs."""
+    is_fresh = {cell["async_ratio"] == cell["publish_delay"] == 0 for cell in cells}
+    needed = {
+        "paired.md": len(is_fresh) < 2
+        and "fresh and stale cells, as of --async-ratio 0 --publish-delay 0 16",
+        "against.md": len({loss(cell) for cell in cells}) < 2 and "two losses, as --algos grpo tis",
+    }
+    lines = [f"{len(cells)} runs:", *(f"  {cell_name(cell)}" for cell in cells)]
+    for name, what in needed.items():
+        question = QUESTIONS[name].format(baseline=baseline or loss(cells[0]))
+        lines.append(f"{name}: {question}" + (f" Not made: it needs {what}." if what else ""))
+    return lines
 
 
 # Runs
@@ -295,7 +347,13 @@ def main() -> None:
         out = arguments.out or Path("runs") / time.strftime("ablation-%Y%m%d-%H%M%S")
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
-        run_grid(arguments, [] if arguments.report else cells_of(arguments), out)
+        cells = [] if arguments.report else cells_of(arguments)
+        if cells:
+            warn_of_few_versions(cells, arguments.extra)
+        if cells and arguments.dry_run:
+            print(*describe(cells, arguments.baseline), sep="\n")
+        else:
+            run_grid(arguments, cells, out)
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same --out continues: --out {shlex.quote(str(out))}")
     except ValueError as error:

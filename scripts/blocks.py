@@ -10,11 +10,14 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+import pandas as pd
+
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss_choice import keywords_of
 from scripts import stability
 from scripts.bench import gpu as gpu_bench
+from scripts.grids import SERIES
 from scripts.lines import ROOT, markdown, read
 
 RESULTS = ROOT / "results"
@@ -258,17 +261,33 @@ LATE_METRICS = (
 )  # fmt: skip
 
 
+SERIES_OF_CELLS = ("staleness/mean", "loss/ess", "drift/k3", "loss/entropy")
+"""Metrics that the records of results/lag_lr have, without times, which are of another CPU."""
+
+
 def telemetry() -> str:
     """Return the usual values of metrics, by stored runs: docs/telemetry.md states their definition."""
     runs = {
         name: [read(path) for path in sorted(RESULTS.glob(f"{pattern}/metrics.jsonl"))]
         for name, pattern in STORED_RUNS.items()
     }
+    runs["tiny, lag 16"] = _lagged_runs()
     early = {name: [steps[: len(steps) // 10] for steps in seeds] for name, seeds in runs.items()}
     late = {name: [steps[len(steps) // 2 :] for steps in seeds] for name, seeds in runs.items()}
     rows = [[f"`{metric}`", *_ranges(metric, late)] for metric in LATE_METRICS]
     rows.append(["`loss/entropy`, first tenth", *_ranges("loss/entropy", early)])
     return table(" | ".join(["metric", *runs]), rows)
+
+
+def _lagged_runs() -> list[list[dict]]:
+    """Return the steps of each seed of `grpo` at lag 16 and the usual learning rate, of results/lag_lr."""
+    runs = []
+    for record in read(RESULTS / "lag_lr" / "cells.jsonl"):
+        cell = record["cell"]
+        if (cell["algo"], cell["publish_delay"], cell["lr"]) == ("grpo", 16, 0.001):
+            series = pd.DataFrame(record["series"]).rename(columns=SERIES)
+            runs.append(series[[*SERIES_OF_CELLS]].to_dict("records"))
+    return runs
 
 
 def _ranges(metric: str, runs: dict[str, list[list[dict]]]) -> list[str]:

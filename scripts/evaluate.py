@@ -20,6 +20,7 @@ from asyncrl.config import (
     ChangeableBy,
     Config,
     flag,
+    nearest,
     options_changeable_by,
     with_home_folder,
 )
@@ -40,8 +41,13 @@ def choose_options(model: str, words: list[str]) -> Config:
     """Return the options of an evaluation. Raises ValueError, in one line, for options that mean nothing to it."""
     allowed = [f"--{flag(name)}" for name in OF_EVALUATION[1:]]
     for word in words:
-        if word.startswith("--") and word.partition("=")[0] not in allowed:
-            raise ValueError(f"{word} means nothing here; an evaluation takes {', '.join(allowed)}")
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in allowed:
+            listed = ["--eval-samples", *allowed]
+            hint = nearest(name, listed)
+            raise ValueError(
+                f"{word} means nothing here; an evaluation takes {', '.join(listed)}{hint}"
+            )
     first_folder = next(iter(Path(model).parts[:-1]), None)
     is_path = first_folder == Config.runs_dir or (first_folder and Path(first_folder).is_dir())
     if is_path and not Path(model).exists():
@@ -98,6 +104,10 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
     for name, values in rows.items():
         error = values.std(ddof=1) / len(values) ** 0.5
         lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")
+    if rewards.mean() > 0 and not is_right.any():
+        lines.append(
+            f"No response is right: a right one has a reward of at least 1, the best has {rewards.max():.3g}."
+        )
     return lines
 
 

@@ -46,6 +46,12 @@ MIN_SEEDS = 3
 """Fewer show nothing: two that happen to be alike make an interval of no width."""
 MIN_VERSIONS = 5
 """Versions in the second half of the steps that level needs."""
+QUESTIONS = {
+    "paired.md": "what do stale data cost each loss? Lagged less fresh.",
+    "against.md": "is a loss better than {baseline} at the same lag?",
+    "without.md": "what do the options of --without change?",
+}
+"""What each table answers."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -164,6 +170,11 @@ def table(runs: pd.DataFrame) -> list[str]:
 
 
 # Pairs
+
+
+def num_level_versions(num_steps: int, lag: int) -> int:
+    """Return the number of versions that level averages, if all runs have these steps and at most this lag in steps."""
+    return num_steps - num_steps // 2 - lag
 
 
 def reward_by_version(record: dict) -> pd.Series:
@@ -343,6 +354,8 @@ def compact(compared: pd.DataFrame) -> list[str]:
 def supported(compared: pd.DataFrame) -> str:
     """Return which differences of `compare` the seeds support, in words."""
     rows = compared[compared["stays"]]
+    if compared["count"].max() < MIN_SEEDS:
+        return f"A verdict needs {MIN_SEEDS} seeds."
     if rows.empty:
         return "The seeds support no difference; a wide interval can hide one."
     found = [
@@ -350,6 +363,18 @@ def supported(compared: pd.DataFrame) -> str:
         for row in rows.itertuples()
     ]
     return f"The seeds support {len(found)} of {len(compared)} differences: {'; '.join(found)}."
+
+
+def verdicts(rows: pd.DataFrame) -> str:
+    """Return the verdict in words on each measure of differences, or the reason why there is none."""
+    if rows.empty:
+        return "No two runs of a seed can be compared for this."
+    texts = []
+    for name in MEASURES:
+        is_measured = rows[name].notna().any()
+        verdict = supported(compare(rows, name)) if is_measured else "It was not measured."
+        texts.append(f"{name.capitalize()}: {verdict}")
+    return " ".join(texts)
 
 
 def measure_tables(rows: pd.DataFrame) -> list[str]:
@@ -429,13 +454,15 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
     csv = runs.drop(columns=["setting", "loss", "record"]).join(summaries(runs).round(5))
     csv.to_csv(out / "cells.csv", index=False)
     measured = measures_of(records)
-    rows, pairs = differences(measured), against(measured, baseline)
+    rows = {"paired.md": differences(measured), "against.md": against(measured, baseline)}
+    if left_out:
+        rows["without.md"] = beside(measured, left_out)
     draw(runs, out / "curves.png")
     tables = {
         "table.md": table(runs),
-        "paired.md": paired_page(rows),
-        "against.md": against_page(pairs, baseline),
-        "without.md": without_page(beside(measured, left_out), left_out) if left_out else [],
+        "paired.md": paired_page(rows["paired.md"]),
+        "against.md": against_page(rows["against.md"], baseline),
+        "without.md": without_page(rows["without.md"], left_out) if left_out else [],
     }
     for name, lines in tables.items():
         (out / name).unlink(
@@ -445,6 +472,9 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
             (out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(tables["table.md"]))
     print(*sorted(path for path in out.iterdir() if path.is_file()), sep="\n")
+    for name, differences_of_pairs in rows.items():
+        question = QUESTIONS[name].format(baseline=baseline)
+        print(f"{name}: {question} {verdicts(differences_of_pairs)}")
 
 
 def draw(runs: pd.DataFrame, path: Path) -> None:

@@ -26,6 +26,7 @@ from tyro.conf import Positional
 
 from asyncrl import extras
 from asyncrl.config import Config
+from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
 from scripts.lines import ROOT, run_command
 from scripts.runs import Run, evaluations, failures, load, names, progress, readable_summary
@@ -147,10 +148,48 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     for record in run.records:
         if record["event"] == "warning":
             shown["warning"] = record["text"]
-    shown |= failures(run)
+    shown |= failures(run) | checks(run)
     if run.cut:
         shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
     return shown
+
+
+def checks(run: Run) -> dict[str, str]:
+    """Return the value, limit and verdict of each metric of README's section «Is it staleness, or a bug?»."""
+    device = "cuda" if run.info["hardware"]["gpus"] else "cpu"
+    dtype = Config(dtype=run.info["config"].get("dtype", "auto")).dtype_on(device)
+    faults = {
+        "mismatch/abs_mean": "engine and trainer compute differently",
+        "mismatch/decoded": "decoding uses old weights or an old cache",
+        "ledger/groups_dropped_stale": "slow problems are discarded: use --stale-policy wait",
+    }
+    shown = {"mismatch/versions_behind": arrival(run)}
+    for metric, fault in faults.items():
+        limit = ALLOWED_MISMATCH[dtype] if metric.startswith("mismatch/") else 0
+        largest = run.metrics.get(metric, pd.Series(dtype=float)).max()
+        shown[metric] = "not measured"
+        if pd.notna(largest):
+            verdict = "fine" if largest <= limit else fault
+            shown[metric] = f"at most {largest:.3g}, limit {limit:g}: {verdict}"
+    return shown
+
+
+def arrival(run: Run) -> str:
+    """Return how late the weights of the worst worker are, the limit, and the verdict."""
+    compared = run.events["lag"]
+    if "late_sigmas" not in compared:  # older runs have other names
+        return "not measured"
+    newest = compared.groupby(["node", "worker"]).last()
+    worst = newest.loc[newest["late_sigmas"].idxmax()]
+    verdict = "undecided, because rounding hides the change of a version: try --dtype float32"
+    if worst["late_sigmas"] > SURE:
+        verdict = "weights arrive late, or never"
+    elif newest["current_sigmas"].min() > SURE:
+        verdict = "fine"
+    behind = f"{worst['versions_behind']:.2g} ± {worst['versions_behind_error']:.1g}"
+    return (
+        f"{behind}, late by {worst['late_sigmas']:.2g} standard errors, limit {SURE:g}: {verdict}"
+    )
 
 
 def outcome(run: Run, age_s: float) -> str:
@@ -352,7 +391,7 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
     loaded = [load(path) for path in runs]
     print(summaries(loaded).to_string())
     for name, run in zip(names(loaded), loaded, strict=True):
-        for what, text in failures(run).items():
+        for what, text in (failures(run) | checks(run)).items():
             print(f"{name}, {what}: {text}")
     folder = loaded[0].path
     if len(loaded) > 1:

@@ -1,6 +1,7 @@
 """README and docs/: what they show is what the records and the code say, and what they tell one to type works."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -73,8 +74,10 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
     for name, source in FILES.items():
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_NAME", "job")
     (tmp_path / "run.json").write_text(json.dumps({"config": Config().as_dict()}))
-    config = read_options(shlex.split(options.replace("runs/NAME", str(tmp_path)))).checked()
+    words = os.path.expandvars(options.replace("runs/NAME", str(tmp_path)))
+    config = read_options(shlex.split(words)).checked()
     for size in SIZES.get(config.model.removesuffix("-tools"), SIZES["PATH"]):
         fitting, _ = choose_lr(replace(config, lr=None, optimizer="adamw"), size)
         chosen, line = choose_lr(config, size)

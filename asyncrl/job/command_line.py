@@ -53,24 +53,79 @@ class Command:
     """GPUs to plan for, for example 8xH100. Unset takes the GPUs of this machine."""
 
 
-OPTIONS_OF_OTHER_PROJECTS = {
-    "staleness": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
-    "lag": "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N",
-    "max-staleness": "--async-ratio N, which is that bound in steps",
-    "max-async-level": "--async-ratio N, the batches that rollout may be ahead",
-    "max-off-policy-steps": "--async-ratio N, which is that bound in steps",
-    "batch-size": "--groups-per-step PROMPTS and --group-size RESPONSES of each",
-    "train-batch-size": "--groups-per-step PROMPTS and --group-size RESPONSES of each",
-    "num-generations": "--group-size N",
-    "beta": "--kl-coef VALUE",
-    "learning-rate": "--lr VALUE",
-    "max-new-tokens": "--max-response-tokens N",
-    "max-completion-length": "--max-response-tokens N",
-    "ppo": "--algo grpo, or decoupled_ppo with a proximal policy",
-    "report-to": "--tracker NAME",
-    "dataset": "--task NAME, and --data-path FILE for rows of your own",
+WORDS_OF_OTHER_PROJECTS = {
+    "--async-ratio N for at most N steps, or --async-ratio 0 --publish-delay N for exactly N": (
+        "staleness lag off-policy-steps"
+    ),
+    "--async-ratio N, which is that bound in steps": (
+        "max-staleness max-off-policy-steps max-head-offpolicyness staleness-threshold"
+    ),
+    "--async-ratio N, the batches that rollout may be ahead": "max-async-level async-queue-size",
+    "--groups-per-step PROMPTS and --group-size RESPONSES of each": (
+        "batch-size train-batch-size global-batch-size per-device-train-batch-size "
+        "rollout-batch-size generation-batch-size"
+    ),
+    "--group-size N": "num-generations n-samples-per-prompt rollout.n rollouts-per-example",
+    "--minibatches N, the updates of a step": (
+        "mini-batch-size ppo-mini-batch-size num-steps-per-rollout"
+    ),
+    "--max-tokens-per-microbatch N for memory, or --minibatches N for more updates a step": (
+        "gradient-accumulation-steps micro-batch-size micro-train-batch-size "
+        "ppo-micro-batch-size-per-gpu"
+    ),
+    "--max-tokens-per-microbatch N": "max-tokens-per-gpu ppo-max-token-len-per-gpu",
+    "--optim.epochs N": "num-iterations ppo-epochs max-epochs",
+    "--steps N": "max-steps total-training-steps num-rollout",
+    "--steps N, each of --groups-per-step prompts": "num-train-epochs total-epochs num-episodes",
+    "--max-prompt-tokens N": "max-prompt-length prompt-max-len rollout-max-prompt-len",
+    "--max-response-tokens N": (
+        "max-new-tokens max-completion-length max-response-length generate-max-len "
+        "rollout-max-response-len max-tokens"
+    ),
+    "--lr VALUE": "learning-rate actor-learning-rate optim.lr",
+    "--kl-coef VALUE": "beta kl kl-beta kl-loss-coef init-kl-coef",
+    "--algo-args clip_low=VALUE clip_high=VALUE": "epsilon eps-clip clip-eps clip-ratio cliprange",
+    "--algo-args clip_low=VALUE": "clip-low clip-ratio-low",
+    "--algo-args clip_high=VALUE": "epsilon-high eps-clip-high clip-ratio-high",
+    "--algo NAME": "loss loss-type loss-mode policy-loss",
+    "--algo grpo, or decoupled_ppo with a proximal policy": "ppo",
+    "--algo tis_ppo": "use-tis vllm-importance-sampling-correction enable-vllm-is-correction",
+    "--loss-aggregation NAME": "loss-agg-mode",
+    "--advantage NAME": "advantage-estimator adv-estimator",
+    "--optim.entropy-coef VALUE": "entropy-coeff",
+    "--max-grad-norm VALUE": "grad-clip clip-grad",
+    "--drop-zero-variance": "dynamic-sampling dynamic-filtering filter-groups.enable",
+    "--on-update resume": "partial-rollout",
+    "--model NAME": "model-name model-name-or-path pretrain hf-checkpoint model.path model.name",
+    "--task NAME, and --data-path FILE for rows of your own": (
+        "dataset dataset-name prompt-data train-files"
+    ),
+    "--reward FILE.py:FUNCTION": "reward-funcs rm-type custom-reward-function.path",
+    "--rollout-tp N": (
+        "tp tensor-parallel-size tensor-model-parallel-size vllm-tensor-parallel-size "
+        "rollout-num-gpus-per-engine"
+    ),
+    "--num-rollout-workers N": "vllm-num-engines rollout-num-engines",
+    "--gpu-memory-utilization VALUE": "vllm-gpu-memory-utilization sglang-mem-fraction-static",
+    "nothing, because vLLM always samples": "vllm use-vllm",
+    "--save-memory activations": "gradient-checkpointing",
+    "--dtype bfloat16": "bf16",
+    "--eval-every N": "eval-steps eval-interval test-freq",
+    "--save-every N": "save-steps save-interval save-freq",
+    "--resume runs/NAME": "resume-from-checkpoint",
+    "--runs-dir FOLDER": "output-dir save-path default-local-dir",
+    "--run-name NAME": "experiment-name exp-name",
+    "--tracker NAME": "report-to logger",
+    "--tracker wandb": "wandb use-wandb",
+    "--tracker-project NAME": "project-name",
 }
-"""Options of other projects, with the words for them here."""
+"""Words of this command line, with the options of TRL, verl, slime, prime-rl, OpenRLHF and AReaL that mean them."""
+OPTIONS_OF_OTHER_PROJECTS = {
+    option: words
+    for words, options in WORDS_OF_OTHER_PROJECTS.items()
+    for option in options.split()
+}
+"""Options of other projects, with the words for them here. They can follow the names of sections and a dot."""
 ALL_OPTIONS = OPTIONS | {option.name: option for option in options_of(Command)}
 MAY_BE_UNSET = [
     option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
@@ -179,7 +234,10 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     """Raise ValueError with one line in place of the box that tyro would print."""
     if isinstance(event, parse_errors.UnrecognizedArgs):
         raise ValueError(_unknown_option_error(event.tokens[0]))
-    raise ValueError(f"{event.argument.lowered.name_or_flags[-1]} expected one argument")
+    name = event.argument.lowered.name_or_flags[-1]
+    if name.removeprefix("--") in SPLIT:
+        raise ValueError(_unknown_option_error(name))
+    raise ValueError(f"{name} expected one argument")
 
 
 def _help_for(algo: str | None) -> str:
@@ -319,8 +377,13 @@ def _unknown_option_error(token: str) -> str:
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in option.text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
-    if word in OPTIONS_OF_OTHER_PROJECTS:
-        hint = f"; write {OPTIONS_OF_OTHER_PROJECTS[word]}"
+    is_own_section = any(
+        option.flag.startswith(f"--{word.partition('.')[0]}.") for option in OPTIONS.values()
+    )
+    for other_option, words in OPTIONS_OF_OTHER_PROJECTS.items():
+        in_section = word.endswith(f".{other_option}") and not is_own_section
+        if word == other_option or in_section:
+            hint = f"; write {words}"
     return f"{name} is no option{hint} (--help lists all)"
 
 

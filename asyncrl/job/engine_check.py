@@ -1,11 +1,9 @@
 """Acts on engines with wrong weights: it warns, bans the host, or ends the run."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from asyncrl.job.arrival import SURE
+from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.job.node import Leader
-from asyncrl.job.probe import ALLOWED_MISMATCH
-from asyncrl.trainer.model import compute_dtype
 
 SURELY_WRONG = 2.5
 """Factor of the allowed mismatch above which the first weights are surely wrong. Below it, rounding can be the reason,
@@ -18,7 +16,7 @@ class EngineCheck:
     def __init__(self, leader: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
         self._leader = leader
-        self._allowed = ALLOWED_MISMATCH[compute_dtype(leader.config, leader.device)]
+        self._allowed = ALLOWED_MISMATCH[leader.config.dtype_on(leader.device.type)]
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
@@ -60,8 +58,10 @@ class EngineCheck:
         leader = self._leader
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
-            leader.run.record_event("lag", worker=worker, version=version, **asdict(arrivals.whole))
             arrival = arrivals.recent
+            # The whole run dilutes a late fault, so the record has the number that the alarm compares.
+            whole = replace(arrivals.whole, late_sigmas=arrival.late_sigmas)
+            leader.run.record_event("lag", worker=worker, version=version, **asdict(whole))
             if not arrival.late_sigmas > SURE:
                 continue
             problem = (

@@ -37,13 +37,6 @@ MAX_TOKENS = 256
 """Longest sequence. It stays one below the engine's context length, so that the engine can sample a token."""
 NUM_VERSIONS = 64
 """Versions with kept log-probs, besides those of publish_delay: a slow worker loads a version late."""
-ALLOWED_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
-"""Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
-
-On a CPU the tiny model has 2e-6 in float32, 0.003 in float16 and 0.03 in bfloat16, on random tokens. SmolLM2-135M has
-0.07 in bfloat16, or 0.12 for sequences of 16 tokens. The largest of 239 versions of its stored runs is 0.063. If one
-norm of the tiny model is not sent, the difference is 0.4 or more. On an H200, means over steps of
-SmolLM2-135M are 0.043 to 0.052 in bfloat16, and 0.005 to 0.007 in float16."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.cluster.cluster import gather_from_ranks
-from asyncrl.job.probe import ALLOWED_MISMATCH
+from asyncrl.job.arrival import ALLOWED_MISMATCH
 from asyncrl.plugins import PolicyPlugin
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, with_equal_counts
@@ -84,9 +84,8 @@ class Certificate(PolicyPlugin):
             self._checks.popleft()
         self._checks.append(tokens)
         windows = [np.concatenate([*self._checks][-number:]) for number in WINDOWS]
-        values = describe_tokens(tokens) | judge(
-            windows, ALLOWED_MISMATCH[self._dtype], config.on_update != "keep"
-        )
+        allowed = ALLOWED_MISMATCH[config.dtype_on(self._policy.device.type)]
+        values = describe_tokens(tokens) | judge(windows, allowed, config.on_update != "keep")
         values["seconds"] = max(gather_from_ranks(time.monotonic() - start))
         return {f"certificate/{name}": value for name, value in values.items()}
 

@@ -5,6 +5,7 @@ those of Adam, in float32. What an engine scores follows from its weights alone,
 """
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch
 from tiny_families import tiny_config
 from transformers import Qwen3ForCausalLM
 
+from asyncrl.config import Config
 from asyncrl.job.arrival import SURE, Arrivals, measure_arrival
+from asyncrl.job.engine_check import EngineCheck
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NUM_SEQUENCES, LENGTH = 32, 17
@@ -116,7 +119,40 @@ def test_a_fault_after_many_versions_that_were_right_is_not_diluted():
     trainer, engine = (weights + rng.normal(0, 0.01, weights.shape) for _ in range(2))
     assert first_alarm(trainer, engine) is None
     late = np.concatenate([engine[:300], engine[299:-1]])
-    assert 300 < first_alarm(trainer, late) <= 305
+    alarm = first_alarm(trainer, late)
+    assert 300 < alarm <= 305
+    arrivals = arrivals_of(trainer[: alarm + 1], late)
+    assert arrivals.whole.late_sigmas < SURE
+    leader = Leader(arrivals)
+    with pytest.raises(RuntimeError, match=r"^worker 0 has older weights than it says"):
+        EngineCheck(leader).check(alarm)
+    assert leader.event["late_sigmas"] == arrivals.recent.late_sigmas > SURE
+    assert leader.event["versions_behind"] == arrivals.whole.versions_behind
+
+
+class Leader:
+    """What EngineCheck asks of a node whose worker 0 was compared."""
+
+    def __init__(self, arrivals):
+        self.config, self.device = Config(dtype="float32"), torch.device("cpu")
+        self.placement = SimpleNamespace(transport="shm")
+        self.arrivals = {0: arrivals}
+        self.probe = self.controller = self.run = self
+
+    def take_probes(self):
+        return {}
+
+    def compare(self, probes):
+        return []
+
+    def compare_neighbours(self):
+        return [(7, 0)]
+
+    def record_event(self, event, **fields):
+        self.event = fields
+
+    def bans_host_of(self, worker, problem):
+        return False
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])

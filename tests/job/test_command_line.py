@@ -1,6 +1,7 @@
 """The command line of a run with user code: found, tried, recorded, and loaded again when the run is resumed."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,13 @@ from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 from asyncrl import user_code
 from asyncrl.cluster.fingerprint import check_same, fingerprint
 from asyncrl.config import OPTIONS, Config, OptimOptions, with_home_folder
-from asyncrl.job.command_line import as_toml, parse_config, read_options
+from asyncrl.job.command_line import (
+    OPTIONS_OF_OTHER_PROJECTS,
+    WORDS_OF_OTHER_PROJECTS,
+    as_toml,
+    parse_config,
+    read_options,
+)
 from asyncrl.runlog.run_directory import RunDirectory
 
 REWARD = "def score(response, answer): return 1.0\n"
@@ -206,6 +213,19 @@ def test_a_run_of_the_last_release_is_resumed(tmp_path):
         "mine",
     )
     assert config.optim.warmup_steps == 7
+
+
+@pytest.mark.parametrize("words", WORDS_OF_OTHER_PROJECTS)
+def test_the_words_for_options_of_other_projects_are_read_here(words):
+    flags = set(re.findall(r"--[\w.-]+", words))
+    known = {option.flag for option in OPTIONS.values()}
+    assert flags <= known and (flags or words.startswith("nothing"))
+    for option in WORDS_OF_OTHER_PROJECTS[words].split():
+        assert OPTIONS_OF_OTHER_PROJECTS[option] == words and f"--{option}" not in known
+        for word in (f"--{option}", f"--section.{option}"):
+            with pytest.raises(ValueError, match=r"^--") as refusal:
+                read_options([word])
+            assert f"{word} is no option; write {words} (" in str(refusal.value)
 
 
 def write_config(folder, text, name="run.toml"):

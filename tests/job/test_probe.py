@@ -12,8 +12,9 @@ from engine_pair import start_pair
 from tiny_policy import save_tiny_family
 
 from asyncrl.config import Config
+from asyncrl.job.arrival import ALLOWED_MISMATCH
 from asyncrl.job.engine_check import EngineCheck
-from asyncrl.job.probe import ALLOWED_MISMATCH, Mismatch, Probe
+from asyncrl.job.probe import Mismatch, Probe
 from asyncrl.messages import Probed, decoded_lengths
 
 LARGEST_GAP = 1e-5
@@ -163,7 +164,7 @@ def test_the_same_weights_are_no_mismatch_and_those_of_the_version_before_are(pa
     pair.perturb()
     assert_ends_the_run(pair, 2, before)
     leader.load(3, sent(pair))
-    assert max(leader.mismatches()) < LARGEST_GAP < ALLOWED_MISMATCH[torch.float32]
+    assert max(leader.mismatches()) < LARGEST_GAP < ALLOWED_MISMATCH["float32"]
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)

@@ -73,6 +73,37 @@ def test_parallel_runs_divide_the_cores():
     assert ablate.divide_cores(len(cores) + 1) == [cores] * (len(cores) + 1)
 
 
+def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate_stub, tmp_path):
+    two = "--algos", "grpo", "tis", "--publish-delay", "0", "4"
+    lines = ablate_stub(*two, "--dry-run").splitlines()
+    cells = [f"  {loss}-a0-k{lag}-s0" for lag in (0, 4) for loss in ("grpo", "tis")]
+    assert lines[:5] == ["4 runs:", *cells] and list(tmp_path.iterdir()) == [tmp_path / "stub.py"]
+    assert lines[5].startswith("paired.md: what do stale data cost each loss?")
+    assert lines[6] == "against.md: is a loss better than grpo at the same lag?"
+    *_, paired, against = ablate_stub("--algos", "tis", "--dry-run").splitlines()
+    assert "Not made: it needs fresh and stale cells" in paired
+    assert "than tis at the same lag? Not made: it needs two losses" in against
+    with pytest.raises(SystemExit, match=r"error: cell tis.*: --algo-args clip=1: "):
+        ablate_stub("--algos", "tis:clip=1", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (("--publish-delay", "0", "16", "--", "--steps=40"), "lag of 16 can leave 4 versions"),
+        (("--publish-delay", "16", "--sweep", "steps=80|10"), "10 steps with a lag of 16 can leave 0"),
+        (("--async-ratio", "1.5", "--", "--steps=12"), "lag of 2 can leave 4 versions"),
+        (("--publish-delay", "0", "16", "--", "--steps=41"), None),
+        (("--async-ratio", "1.5", "--", "--steps=13"), None),
+    ],
+)  # fmt: skip
+def test_too_few_steps_for_a_level_are_reported_at_the_start(words, warning, capsys):
+    arguments = read_arguments(("--algos", "grpo", "--async-ratio", "0", *words))
+    ablate.warn_of_few_versions(ablate.cells_of(arguments), arguments.extra)
+    printed = capsys.readouterr().err
+    assert warning in printed if warning else not printed
+
+
 def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_resumes(
     ablate_stub, tmp_path
 ):

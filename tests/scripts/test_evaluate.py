@@ -10,18 +10,33 @@ from asyncrl.controller.evaluation import Evaluation
 from scripts.evaluate import choose_options, describe
 
 
+def evaluation_of(rewards, failed=()):
+    """An evaluation of responses with these rewards; those with the numbers of `failed` have failed."""
+    evaluation = Evaluation(0, len(rewards))
+    for member, reward in enumerate(rewards):
+        reason = "failed" if member in failed else "stop"
+        evaluation.trajectories.append(
+            SimpleNamespace(
+                member=member,
+                reward=reward,
+                finish_reason=reason,
+                failure="no" * (member in failed),
+            )
+        )
+    return evaluation
+
+
+@pytest.mark.parametrize(("best", "is_told"), [(0.75, True), (1.0, False), (0.0, False)])
+def test_what_is_right_is_told_if_there_are_rewards_and_no_right_response(best, is_told):
+    *_, last = describe(evaluation_of([0.0, best, 0.0, best / 2]), 2)
+    told = "No response is right: a right one has a reward of at least 1, the best has 0.75."
+    assert (last == told) == is_told
+
+
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     # two samples of three problems; the last but two failed
     rewards = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0]
-    evaluation = Evaluation(0, 6)
-    for member, reward in enumerate(rewards):
-        reason = "failed" if member == 3 else "stop"
-        evaluation.trajectories.append(
-            SimpleNamespace(
-                member=member, reward=reward, finish_reason=reason, failure="no" * (member == 3)
-            )
-        )
-    assert describe(evaluation, 2) == [
+    assert describe(evaluation_of(rewards, failed=[3]), 2) == [
         "3 problems, 2 samples each, 1 failed",
         "mean reward 0.250 ± 0.144",
         "pass@1      0.167 ± 0.167",

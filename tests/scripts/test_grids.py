@@ -1,6 +1,7 @@
 """Tables, pairs and figures of grids: random cells against scipy and plain loops, and stored tables made again."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,14 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
     summary |= {"staleness_mean": 0.9 * delay, "seconds_per_step": 2.0, "drift/k3": 4.6875 + seed}
     kept = {"series": series, "evaluations": evaluations, "summary": summary}
     return {"cell": cell, "options": []} | kept | ({"error": error} if error else {})
+
+
+@pytest.mark.parametrize(("steps", "lag"), [(40, 15), (40, 16), (41, 16), (80, 4), (9, 0), (8, 0)])
+def test_the_versions_of_level_are_known_before_the_runs(steps, lag):
+    measured = grids.measures_of([make_record(delay=lag, steps=steps), make_record(steps=steps)])
+    num_versions = measured["end"].iloc[0] - measured["start"].iloc[0] + 1
+    assert grids.num_level_versions(steps, lag) == num_versions
+    assert measured["level"].notna().all() == (num_versions >= grids.MIN_VERSIONS)
 
 
 def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient():
@@ -178,6 +187,12 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
     printed = capsys.readouterr().out
     assert (tmp_path / "table.md").read_text() in printed
     assert str(tmp_path / "curves.png") in printed
+    assert printed.endswith(
+        "paired.md: what do stale data cost each loss? Lagged less fresh. "
+        "Level: It was not measured. Final: A verdict needs 3 seeds.\n"
+        "against.md: is a loss better than tis at the same lag? "
+        "Level: It was not measured. Final: A verdict needs 3 seeds.\n"
+    )
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
     with pytest.raises(ValueError, match=r"--baseline ppo is no loss of .* one of grpo, tis$"):
@@ -185,7 +200,9 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
 
 
 @pytest.mark.parametrize("part", ["smollm2", "others"])
-def test_the_published_study_is_what_a_report_of_its_records_says(part, tmp_path, monkeypatch):
+def test_the_published_study_is_what_a_report_of_its_records_says(
+    part, tmp_path, monkeypatch, capsys
+):
     study = Path(grids.__file__).parents[1] / "results/study"
     monkeypatch.setattr(grids, "draw", lambda *_: None)
     (tmp_path / "cells.jsonl").write_bytes((study / part / "cells.jsonl").read_bytes())
@@ -197,6 +214,11 @@ def test_the_published_study_is_what_a_report_of_its_records_says(part, tmp_path
         rows = [line for line in table if line.startswith("| `")]
         assert len(rows) >= 5
         assert all(row in published for row in rows[1:])
+    *_, line, against_line = capsys.readouterr().out.splitlines()
+    found = re.findall(r"The seeds support .+?[.](?= |$)", line)
+    assert found == re.findall(r"The seeds support .+?[.]$", paired, re.M) and len(found) == 2
+    is_compared = (tmp_path / "against.md").exists()
+    assert ("No two runs of a seed can be compared" in against_line) == (not is_compared)
 
 
 GRIDS = {

@@ -107,13 +107,48 @@ def as_text(page, lanes):
 def test_the_page_shows_what_was_run_curves_ledgers_times_hosts_and_deaths(run, monkeypatch):
     info = json.loads((run / "run.json").read_text())
     info["git_diff"] = "diff --git a/x.py b/y.py\n--- a/x.py\n+++ b/y.py\n-one\n+two\n+three"
-    config = Config(algo="tis", steps=38, seed=7).as_dict()
+    config = Config(algo="tis", steps=38, seed=7, dtype="bfloat16").as_dict()
     info["config"] = json.loads(json.dumps(config)) | {"gone": 1}
     (run / "run.json").write_text(json.dumps(info))
     assert page_of(run)["facts"].pop("advice")
     monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
     text = as_text(page_of(run), lanes_of(run))
     assert text == Path(__file__).with_name("report.txt").read_text()
+
+
+def lag_event(worker, late_sigmas, current_sigmas):
+    return {"event": "lag", "time": STARTED + 20, "worker": worker, "version": 3, "versions_behind": late_sigmas / 100,
+            "versions_behind_error": 0.01, "late_sigmas": late_sigmas, "current_sigmas": current_sigmas}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "verdict"),
+    [
+        ("mismatch/versions_behind", [(0, -20.0, 40.0)], "-0.2 ± 0.01, late by -20 standard errors, limit 6: fine"),
+        ("mismatch/versions_behind", [(0, 9.0, -1.0), (0, -20.0, 40.0)], "limit 6: fine"),
+        ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, 6.1, -7.0)],
+         "0.061 ± 0.01, late by 6.1 standard errors, limit 6: weights arrive late"),
+        ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, -2.0, 5.9)], "undecided, because rounding hides"),
+        ("mismatch/versions_behind", [], "not measured"),
+        ("mismatch/abs_mean", 0.1499, "at most 0.15, limit 0.15: fine"),
+        ("mismatch/abs_mean", 0.16, "at most 0.16, limit 0.15: engine and trainer compute differently"),
+        ("mismatch/decoded", 0.16, "at most 0.16, limit 0.15: decoding uses old weights or an old cache"),
+        ("ledger/groups_dropped_stale", 1, "at most 1, limit 0: slow problems are discarded: use --stale-policy wait"),
+    ],
+)  # fmt: skip
+def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(
+    metric, value, verdict, run, monkeypatch, capsys
+):
+    if metric == "mismatch/versions_behind":
+        old_names = {"event": "lag", "time": STARTED, "worker": 0, "version": 2, "behind": 9.0}
+        lags = [lag_event(*sigmas) for sigmas in value] or [old_names]
+        write_jsonl(run / "events.jsonl", EVENTS + lags)
+    else:
+        write_jsonl(run / "metrics.jsonl", [*METRICS[:-1], METRICS[-1] | {metric: value}])
+    run_script(monkeypatch, "report.py", run)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if metric in line]
+    assert line.startswith(f"my run, {metric}: ") and verdict in line
+    assert f"`{metric}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(run):
