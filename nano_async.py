@@ -75,7 +75,8 @@ class Options:
     alpha: Annotated[float, tyro.conf.arg(aliases=["--async-ratio"])] = 1.0
     # steps by which each publish is late
     delay: Annotated[int, tyro.conf.arg(aliases=["--publish-delay"])] = 0
-    steps: int = 60
+
+    steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
     lr: float = 1e-3  # of AdamW; 4e-5 suits a model of 0.1 B parameters, 1e-6 one above 1 B

@@ -190,7 +190,8 @@ class Config:
     reward: tuple[Reward, ...] = ()
     """Your own FILE.py:FUNCTION or FILE.py:FUNCTION*WEIGHT, instead of the task's score; the sum of several."""
     data_path: Annotated[str | None, RESUME, NODE] = None
-    """Rows of `jsonl`, or a copy of a task's dataset. It is a .jsonl or .parquet file, or a folder for `datasets`."""
+    """Rows of `jsonl`, or a copy of a task's dataset. It is a .jsonl, .json, .csv or .parquet file, or a folder for
+    `datasets`."""
     max_prompt_tokens: AtLeastOne = 40
     """Longest prompt, tokens; a longer one is an error. With another model than `tiny` the default is 512."""
     max_response_tokens: AtLeastOne = 48

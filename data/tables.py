@@ -28,7 +28,7 @@ from data.problem import (
 )
 
 FORMS = (
-    "a folder of parquet or jsonl files (train*, test*) of one configuration, one such file, "
+    "a folder of jsonl, json, csv or parquet files (train*, test*) of one configuration, one such file, "
     "or a folder that datasets' save_to_disk wrote"
 )
 SPLIT_WORDS = {

@@ -9,6 +9,7 @@ curve with a line per run, and samples of each. A run that still trains, or was 
 import base64
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -155,7 +156,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
 
 
 def checks(run: Run) -> dict[str, str]:
-    """Return the value, limit and verdict of each metric of README's section «Is it staleness, or a bug?»."""
+    """Return a verdict on each metric of README's section «Is it staleness, or a bug?», and on the last rewards."""
     device = "cuda" if run.info["hardware"]["gpus"] else "cpu"
     dtype = Config(dtype=run.info["config"].get("dtype", "auto")).dtype_on(device)
     faults = {
@@ -170,26 +171,26 @@ def checks(run: Run) -> dict[str, str]:
         shown[metric] = "not measured"
         if pd.notna(largest):
             verdict = "fine" if largest <= limit else fault
-            shown[metric] = f"at most {largest:.3g}, limit {limit:g}: {verdict}"
+            shown[metric] = f"{verdict} (at most {largest:.3g}, limit {limit:g})"
+    equal = run.metrics.get("reward/zero_variance_groups", pd.Series([math.nan])).iloc[-1]
+    if equal == 1:
+        shown["reward/zero_variance_groups"] = "nothing is learned: all groups have equal rewards"
     return shown
 
 
 def arrival(run: Run) -> str:
-    """Return how late the weights of the worst worker are, the limit, and the verdict."""
+    """Return the verdict on the weights of the worst worker, and how many versions they are behind."""
     compared = run.events["lag"]
     if "late_sigmas" not in compared:  # older runs have other names
         return "not measured"
     newest = compared.groupby(["node", "worker"]).last()
     worst = newest.loc[newest["late_sigmas"].idxmax()]
-    verdict = "undecided, because rounding hides the change of a version: try --dtype float32"
+    verdict = "undecided: rounding hides the change of a version, so try --dtype float32"
     if worst["late_sigmas"] > SURE:
         verdict = "weights arrive late, or never"
     elif newest["current_sigmas"].min() > SURE:
-        verdict = "fine"
-    behind = f"{worst['versions_behind']:.2g} ± {worst['versions_behind_error']:.1g}"
-    return (
-        f"{behind}, late by {worst['late_sigmas']:.2g} standard errors, limit {SURE:g}: {verdict}"
-    )
+        verdict = "fine: weights arrive in time"
+    return f"{verdict} ({worst['versions_behind']:.2g} ± {worst['versions_behind_error']:.1g} versions behind)"
 
 
 def outcome(run: Run, age_s: float) -> str:

@@ -58,9 +58,11 @@ WORDS_OF_OTHER_PROJECTS = {
         "staleness lag off-policy-steps"
     ),
     "--async-ratio N, which is that bound in steps": (
-        "max-staleness max-off-policy-steps max-head-offpolicyness staleness-threshold"
+        "max-staleness max-off-policy-steps max-head-offpolicyness"
     ),
-    "--async-ratio N, the batches that rollout may be ahead": "max-async-level async-queue-size",
+    "--async-ratio N, the batches that rollout may be ahead": (
+        "max-async-level async-queue-size staleness-threshold"
+    ),
     "--groups-per-step PROMPTS and --group-size RESPONSES of each": (
         "batch-size train-batch-size global-batch-size per-device-train-batch-size "
         "rollout-batch-size generation-batch-size"
@@ -89,7 +91,11 @@ WORDS_OF_OTHER_PROJECTS = {
     "--algo-args clip_high=VALUE": "epsilon-high eps-clip-high clip-ratio-high",
     "--algo NAME": "loss loss-type loss-mode policy-loss",
     "--algo grpo, or decoupled_ppo with a proximal policy": "ppo",
+    "--algo gspo": "importance-sampling-level",
     "--algo tis_ppo": "use-tis vllm-importance-sampling-correction enable-vllm-is-correction",
+    "--algo tis_ppo --algo-args cap=VALUE": (
+        "vllm-importance-sampling-cap rollout-is-threshold tis-imp-ratio-cap"
+    ),
     "--loss-aggregation NAME": "loss-agg-mode",
     "--advantage NAME": "advantage-estimator adv-estimator",
     "--optim.entropy-coef VALUE": "entropy-coeff",

@@ -16,7 +16,9 @@ class EngineCheck:
     def __init__(self, leader: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
         self._leader = leader
-        self._allowed = ALLOWED_MISMATCH[leader.config.dtype_on(leader.device.type)]
+        dtype = leader.config.dtype_on(leader.device.type)
+        self._allowed = ALLOWED_MISMATCH[dtype]
+        self._rounds = dtype != "float32"
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
@@ -86,10 +88,15 @@ class EngineCheck:
             if controller.is_believed(worker)
         ]
         least, worker = min(surety, default=(0.0, 0))
-        if not least > SURE:
-            print(
-                f"the probe cannot tell whether weights came to worker {worker} in time or a version late: in this run "
-                "a version changed log-probs too little beside rounding, or was compared too seldom "
-                f"({least:.1f} standard errors, {SURE:g} are needed); more steps or --dtype float32 may tell",
-                flush=True,
+        if least > SURE:
+            return
+        reason = "it compares versions from the third on, so a longer run tells"
+        if least:
+            reason = (
+                f"a version changed log-probs too little beside rounding ({least:.1f} standard errors, {SURE:g} are "
+                f"needed); more steps{' or --dtype float32' * self._rounds} may tell"
             )
+        print(
+            f"the probe cannot tell whether weights came to worker {worker} in time or a version late: {reason}",
+            flush=True,
+        )

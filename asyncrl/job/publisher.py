@@ -90,6 +90,7 @@ class LeadingPublisher(Publisher):
         specs = policy.sent_specs()
         if rank.cluster.is_first:
             print(f"attention of the trainer: {policy.module.attention}", flush=True)
+            print("waiting until all engines are up", flush=True)
             differs = describe_differences(policy.model_path, [spec.name for spec in specs])
             if differs:
                 print(

@@ -16,6 +16,13 @@ from asyncrl import user_code
 from asyncrl.config import Config, allowed_values, read_arguments
 from asyncrl.records import DTYPES, TokenColumns
 
+NAMES_ELSEWHERE = {
+    "dapo": "--algo grpo --algo-args clip_high=0.28 --drop-zero-variance",
+    "dr_grpo": "--algo grpo --advantage dr_grpo --loss-aggregation constant",
+    "ppo": "--algo grpo --advantage gae, or decoupled_ppo for a clip around the proximal policy",
+    "rloo": "--algo reinforce --advantage rloo",
+}
+"""Algorithms that are not one loss here, with the options that make them."""
 _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
     1e-5: "tokens that only rounding has moved, by 1e-5 nats the way their advantage points",
@@ -30,6 +37,10 @@ def choose_loss(config: Config) -> Callable:
     Raises ValueError, in one line, for a missing loss, an object that is no loss, and a wrong argument. Raises it too
     for a loss that needs one advantage per sequence, if the estimator gives one per token.
     """
+    if config.algo in NAMES_ELSEWHERE:
+        raise ValueError(
+            f"--algo {config.algo} is no loss of this code; write {NAMES_ELSEWHERE[config.algo]}"
+        )
     loss = user_code.load(config.algo, "--algo", LOSSES)
     with user_code.errors_as_value_error(config.algo, "--algo"):
         check_signature(loss)
@@ -59,11 +70,7 @@ def keywords_of(loss: Callable) -> list[inspect.Parameter]:
 def describe(algo: str) -> str:
     """Return a line about a loss, then its keyword arguments with their defaults and ranges."""
     loss = user_code.load(algo, "--algo", LOSSES)
-    text = (
-        inspect.getmodule(loss).__doc__
-        if loss.__module__.startswith("algos.")
-        else inspect.getdoc(loss)
-    ) or ""
+    text = inspect.getmodule(loss).__doc__ or inspect.getdoc(loss) or ""
     summary = text.strip().splitlines()[0] if text else "no docstring"
     rows = [
         f"  {f'{keyword.name}={keyword.default}':28}{allowed_values(keyword.annotation)}".rstrip()

@@ -20,6 +20,7 @@ class Replies:
         self._tool_parser = self._reasoning_parser = None
         self.num_unread = 0
         """Replies that a parser could not read, so that the agent got their text."""
+        self._has_warned = False
         if config.tool_parser:
             from vllm.tool_parsers import ToolParserManager
 
@@ -54,6 +55,13 @@ class Replies:
         """
         message = {"role": "assistant", "content": said}
         tools = request.given_tools
+        if tools and self._tool_parser is None and not self._has_warned:
+            self._has_warned = True
+            print(
+                "warning: the agent gives tools, and without --tool-parser it gets each call as text; docs/agents.md "
+                "says which parser fits a model",
+                flush=True,
+            )
         if self._reasoning_parser is None and (self._tool_parser is None or not tools):
             return message
         asked = _asked(tools)

@@ -203,7 +203,9 @@ def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, li
         predicted += _describe_step(now, best, pool, job)
     words = [*torchrun(pool.count, per_machine, save_s(config, shape.num_parameters))]
     start = shlex.join([*words, *options_of(given)])
-    return config, placed, [*predicted, f"to start it, without --dry-run: {start}"]
+    lacks_weights = os.path.isdir(given.model) and not _has_weights(given.model)
+    other_model = f", and with weights, which {given.model} has not" * lacks_weights
+    return config, placed, [*predicted, f"to start it, without --dry-run{other_model}: {start}"]
 
 
 def _fit(
@@ -267,14 +269,14 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
     )
     sum_s = f"{parts} s, one after the other"
     if alpha > 0:
-        sum_s = f"({parts}) / {1 + alpha:g}, or training or sampling + weights if that is longer, at α = {alpha:g}"
+        sum_s = f"({parts}) / (1 + {alpha:g}), or training or sampling + weights if that is longer, at α = {alpha:g}"
     yield f"step: about {now.step_s:.1f} s = {sum_s}"
     num_steps = job.config.steps
     yield f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations and checkpoints"
     yield (
         f"predicted with mfu {planner.reached_mfu(split.job, split.training):.2g}, {pool.hbm_efficiency:.0%} of "
         f"memory's bandwidth, prompts of {lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on "
-        "average; nothing was measured"
+        "average (scripts/plan.py --lengths takes others); nothing was measured"
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)

@@ -127,7 +127,9 @@ class PlanningPlugin(Plugin):
 
     def on_end(self, run_path: Path) -> None:
         """Name the script that gives advice."""
-        print(f"for advice on α and the split of devices: python scripts/advise.py {run_path}")
+        print(
+            f"for advice on α and the split of devices: .venv/bin/python scripts/advise.py {run_path}"
+        )
 
 
 PLUGIN = PlanningPlugin()

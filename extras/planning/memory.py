@@ -296,7 +296,7 @@ def host_items(
         Item(
             "versions held back",
             (held + 1) * (held > 0) * weights,
-            f"{held + 1} of --publish-delay",
+            f"{held + 1}: the newest, and {held} of --publish-delay",
         ),
         Item("weights for hosts that pull", pulled * weights, f"{pulled} versions"),
     ]

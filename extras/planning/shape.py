@@ -78,7 +78,7 @@ def described_folder(model: str, cache: str) -> str:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"--model {model}: its config.json is neither here nor on the hub, which reports: {reason}; to plan a run, "
-            "a folder with a config.json is enough"
+            "a folder with a config.json is enough, and docs/devices.md, «Before the first run», shows how to write one"
         ) from None
 
 

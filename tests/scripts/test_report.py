@@ -124,16 +124,17 @@ def lag_event(worker, late_sigmas, current_sigmas):
 @pytest.mark.parametrize(
     ("metric", "value", "verdict"),
     [
-        ("mismatch/versions_behind", [(0, -20.0, 40.0)], "-0.2 ± 0.01, late by -20 standard errors, limit 6: fine"),
-        ("mismatch/versions_behind", [(0, 9.0, -1.0), (0, -20.0, 40.0)], "limit 6: fine"),
+        ("mismatch/versions_behind", [(0, -20.0, 40.0)], "fine: weights arrive in time (-0.2 ± 0.01 versions behind)"),
+        ("mismatch/versions_behind", [(0, 9.0, -1.0), (0, -20.0, 40.0)], "fine: weights"),
         ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, 6.1, -7.0)],
-         "0.061 ± 0.01, late by 6.1 standard errors, limit 6: weights arrive late"),
-        ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, -2.0, 5.9)], "undecided, because rounding hides"),
+         "weights arrive late, or never (0.061 ± 0.01 versions behind)"),
+        ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, -2.0, 5.9)], "undecided: rounding hides"),
         ("mismatch/versions_behind", [], "not measured"),
-        ("mismatch/abs_mean", 0.1499, "at most 0.15, limit 0.15: fine"),
-        ("mismatch/abs_mean", 0.16, "at most 0.16, limit 0.15: engine and trainer compute differently"),
-        ("mismatch/decoded", 0.16, "at most 0.16, limit 0.15: decoding uses old weights or an old cache"),
-        ("ledger/groups_dropped_stale", 1, "at most 1, limit 0: slow problems are discarded: use --stale-policy wait"),
+        ("mismatch/abs_mean", 0.1499, "fine (at most 0.15, limit 0.15)"),
+        ("mismatch/abs_mean", 0.16, "engine and trainer compute differently (at most 0.16, limit 0.15)"),
+        ("mismatch/decoded", 0.16, "decoding uses old weights or an old cache (at most 0.16, limit 0.15)"),
+        ("ledger/groups_dropped_stale", 1, "slow problems are discarded: use --stale-policy wait (at most 1, limit 0)"),
+        ("reward/zero_variance_groups", 1.0, "nothing is learned: all groups have equal rewards"),
     ],
 )  # fmt: skip
 def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(

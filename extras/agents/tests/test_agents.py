@@ -232,6 +232,21 @@ def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(capsys):
     assert "1 replies are left as text" in capsys.readouterr().out
 
 
+def test_tools_without_a_parser_are_warned_of_once(capsys):
+    async def agent(client):
+        for text in ("2", "3"):
+            answer = await client.chat.completions.create(
+                model="x", messages=[user(text)], tools=TOOLS
+            )
+        return float(not answer.choices[0].message.tool_calls)
+
+    room = Room(lambda prompt: CALL, template=WITH_TOOLS)
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.reward == 1.0, trajectory.failure
+    warning = "warning: the agent gives tools, and without --tool-parser"
+    assert capsys.readouterr().out.count(warning) == 1
+
+
 @pytest.mark.parametrize(
     ("template", "parser", "is_warned"),
     [

@@ -93,7 +93,8 @@ def check_command(command, monkeypatch):
     assert re.search(rf"^{config.steps} steps: about [\d.]+ hours", lines, re.M)
     assert "predicted with mfu 0.35, 70% of memory's bandwidth" in lines
     start, _, words = lines.splitlines()[-1].partition(" train_async.py ")
-    assert start.startswith("to start it, without --dry-run: torchrun --nproc-per-node 4")
+    assert start.startswith("to start it, without --dry-run, and with weights, which ")
+    assert " has not: torchrun --nproc-per-node 4" in start
     assert start.count("--shutdown-timeout 600") == 1 and "\nsave: about 1" in lines
     assert ("--nnodes 2 " in start) == (num_machines == 2)
     assert read_options(shlex.split(words)) == config
@@ -104,8 +105,11 @@ def check_command(command, monkeypatch):
 def check_step(lines):
     """The terms of a step add up to its seconds."""
     terms = r"training ([\d.]+) \+ sampling ([\d.]+) \+ weights ([\d.]+) \+ the longest response's tail ([\d.]+)"
-    step = re.search(rf"^step: about ([\d.]+) s = \(?{terms}(?:\) / (\d))?", lines, re.M).groups()
-    step_s, training, sampling, weights, tail, batches = map(float, (*step[:5], step[5] or 1))
+    step = re.search(
+        rf"^step: about ([\d.]+) s = \(?{terms}(?:\) / \(1 \+ (\d)\))?", lines, re.M
+    ).groups()
+    step_s, training, sampling, weights, tail, alpha = map(float, (*step[:5], step[5] or 0))
+    batches = 1 + alpha
     total = (training + sampling + weights + tail) / batches
     if batches > 1:
         total = max(total, training, sampling + weights)
