@@ -99,6 +99,10 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     read = tyro.cli(Arguments, description=__doc__, args=words[:end], return_unknown_args=True)
     given, unknown = read
     if unknown:
+        seeds = values_after("--seeds", words[:end])
+        if len(seeds) > 1:
+            what = f"--seeds {' '.join(seeds)}: --seeds takes a count"
+            raise ValueError(f"{what}; write --seeds {len(seeds)}")
         meant = SIMILAR_WORDS.get(unknown[0].partition("=")[0])
         hint = f"write {meant}" if meant else "options of every run go after --"
         raise ValueError(f"{unknown[0]} is no option of this script; {hint}")
@@ -107,6 +111,12 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         if name not in OPTIONS:
             raise ValueError(f"--without {name} is no option of a run{nearest(name, OPTIONS)}")
     return replace(given, extra=tuple(words[end + 1 :]), without=without)
+
+
+def values_after(name: str, words: Sequence[str]) -> list[str]:
+    """Return the words between an option and the next one."""
+    after = itertools.dropwhile(lambda word: word != name, words)
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), [*after][1:]))
 
 
 # Cells
@@ -164,6 +174,11 @@ def read_loss(text: str) -> dict[str, str | list[str]]:
 def read_axes(arguments: Arguments) -> dict[str, list[str | list[str]]]:
     """Return the texts of the values of each option that varies beside loss and seed."""
     axes = {"publish_delay": arguments.publish_delay, "async_ratio": arguments.async_ratio}
+    for name, values in axes.items():
+        for value in values:
+            if "," in value:
+                what = f"--{flag(name)} {value}: values are separated by blanks"
+                raise ValueError(f"{what}; write --{flag(name)} {value.replace(',', ' ')}")
     for sweep in arguments.sweep:
         name, separator, text = sweep.partition("=")
         name = name.replace("-", "_")
