@@ -7,7 +7,8 @@ Every combination is one cell: one `torchrun train_async.py`, all with the same 
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
 adds its cells. What follows `--` is given to every run. grids.py says what is kept, and makes of it table.md, paired.md
 (stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png. --without makes without.md.
---dry-run checks the options of every cell, and prints the cells and what the tables will answer.
+--dry-run checks the options of every cell, and prints the cells, what the tables will answer, and the time. A signal
+ends the runs of unfinished cells.
 """
 
 import itertools
@@ -17,21 +18,26 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
 from asyncrl import user_code
+from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
 from asyncrl.job.command_line import check, read_options
+from scripts.bench.gpu import kill_with_sessions
 from scripts.grids import (
     MIN_VERSIONS,
     QUESTIONS,
@@ -58,6 +64,10 @@ SIMILAR_WORDS = {
     "--staleness": "--publish-delay K1 K2, or --async-ratio N1 N2 for at most N steps",
 }
 """Words that are no options of this script, with the options that they mean."""
+POLL_S = 0.2
+"""Time between two looks whether a run must end."""
+GRACE_S = 10.0
+"""Time that a stopped run has to remove its files. Its checkpoint is not needed: the cell starts again."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,10 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     read = tyro.cli(Arguments, description=__doc__, args=words[:end], return_unknown_args=True)
     given, unknown = read
     if unknown:
+        seeds = values_after("--seeds", words[:end])
+        if len(seeds) > 1:
+            what = f"--seeds {' '.join(seeds)}: --seeds takes a count"
+            raise ValueError(f"{what}; write --seeds {len(seeds)}")
         meant = SIMILAR_WORDS.get(unknown[0].partition("=")[0])
         hint = f"write {meant}" if meant else "options of every run go after --"
         raise ValueError(f"{unknown[0]} is no option of this script; {hint}")
@@ -107,6 +121,12 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         if name not in OPTIONS:
             raise ValueError(f"--without {name} is no option of a run{nearest(name, OPTIONS)}")
     return replace(given, extra=tuple(words[end + 1 :]), without=without)
+
+
+def values_after(name: str, words: Sequence[str]) -> list[str]:
+    """Return the words between an option and the next one."""
+    after = itertools.dropwhile(lambda word: word != name, words)
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), [*after][1:]))
 
 
 # Cells
@@ -164,6 +184,11 @@ def read_loss(text: str) -> dict[str, str | list[str]]:
 def read_axes(arguments: Arguments) -> dict[str, list[str | list[str]]]:
     """Return the texts of the values of each option that varies beside loss and seed."""
     axes = {"publish_delay": arguments.publish_delay, "async_ratio": arguments.async_ratio}
+    for name, values in axes.items():
+        for value in values:
+            if "," in value:
+                what = f"--{flag(name)} {value}: values are separated by blanks"
+                raise ValueError(f"{what}; write --{flag(name)} {value.replace(',', ' ')}")
     for sweep in arguments.sweep:
         name, separator, text = sweep.partition("=")
         name = name.replace("-", "_")
@@ -232,10 +257,50 @@ def describe(cells: list[dict], baseline: str | None) -> list[str]:
     return lines
 
 
+def unfinished(cells: list[dict], records: list[dict]) -> list[dict]:
+    """Return the cells without a record."""
+    finished = {key(record["cell"]) for record in records}
+    return [cell for cell in cells if key(cell) not in finished]
+
+
+def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
+    """Return in words how long the unfinished cells take, by the mean of the finished ones."""
+    num_missing = len(unfinished(cells, records))
+    seconds = [record["seconds"] for record in records if "seconds" in record]
+    if not seconds:
+        return "time: known after the first cell; the same command with this --out then predicts it"
+    minutes = math.ceil(num_missing / parallel) * sum(seconds) / len(seconds) / 60
+    return f"time: about {minutes:.0f} minutes for {num_missing} unfinished runs"
+
+
 # Runs
 
 
-def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) -> dict:
+def run_to_end(words: Sequence[str], stop: threading.Event) -> tuple[int, str]:
+    """Run a command, and return its exit status and its standard error. `stop` ends all processes of the command.
+
+    The command has its own session, so it gets no Ctrl-C of a terminal: two signals disturb the end of torchrun.
+    """
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while True:
+        try:
+            _, text = process.communicate(timeout=POLL_S)
+            return process.returncode, text
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                kill_with_sessions(process, GRACE_S)
+
+
+def run_cell(
+    cell: dict, command: Sequence[str], stop: threading.Event, keep_in: Path | None = None
+) -> dict:
     """Run one cell to its end by a command without the place of its run; `keep_in` keeps that directory.
 
     An error that the run states (a loss not finite) is a result. Raises ValueError if it states none or made no step.
@@ -246,12 +311,12 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
         runs.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(runs / name, ignore_errors=True)  # of a grid that was interrupted
         words = [*command, f"--runs-dir={runs.resolve()}", f"--run-name={name}"]
-        job = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        status, text = run_to_end(words, stop)
         record["seconds"] = round(time.monotonic() - start, 1)
-        if job.returncode:
-            lines = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+        if status:
+            lines = [line for line in text.splitlines() if line.startswith("error: ")]
             if not lines:  # killed for memory, say
-                reason = f"was killed or broke, which is no result: {job.stderr[-500:].strip()}"
+                reason = f"was killed or broke, which is no result: {text[-500:].strip()}"
                 raise ValueError(f"cell {name} {reason}")
             record["error"] = lines[0]
         try:
@@ -260,29 +325,40 @@ def run_cell(cell: dict, command: Sequence[str], keep_in: Path | None = None) ->
             raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
 
 
-def run_missing(
-    cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1
-) -> None:
-    """Run the cells that are not finished by run(cell), `parallel` at a time, and append each record as it comes.
-
-    After an error no other cell is started. It is raised when those that run have ended and are kept. Ctrl-C also
-    ends the runs themselves: that is not a result of theirs, so none of them is kept.
-    """
-    finished = {key(record["cell"]): record["options"] for record in read_records(path)}
+def check_options(cells: list[dict], records: list[dict], extra: Sequence[str]) -> None:
+    """Raise ValueError if a finished cell had other options than these."""
+    finished = {key(record["cell"]): record["options"] for record in records}
     for cell in cells:
         before, now = finished.get(key(cell)), options(cell, extra)
         if before not in (None, now):
             changed = f"{shlex.join(before)}, not {shlex.join(now)}"
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")
-    missing = [cell for cell in cells if key(cell) not in finished]
+
+
+def run_missing(
+    cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1
+) -> None:
+    """Run the unfinished cells by run(cell, stop), `parallel` at a time, and append each record as it comes.
+
+    After an error no other cell is started. It is raised when those that run have ended and are kept. A signal sets
+    `stop`, a threading.Event, and ends the runs. None of them is kept. Then KeyboardInterrupt is raised.
+    """
+    records = read_records(path)
+    check_options(cells, records, extra)
+    missing = unfinished(cells, records)
     num_finished = len(cells) - len(missing)
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     failures: list[BaseException] = []
+    stop = threading.Event()
 
     def attempt(cell: dict) -> dict | None:
+        if failures:
+            return None
+        number = num_finished + missing.index(cell) + 1
+        print(f"{cell_name(cell)} starts, {number} of {len(cells)}", flush=True)
         try:
-            return None if failures else run(cell)
+            return run(cell, stop)
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
@@ -300,7 +376,8 @@ def run_missing(
                     done = num_finished + num_run
                     print(f"  {done} of {len(cells)} cells, {left_s / 60:.0f} min left", flush=True)
         except KeyboardInterrupt as interrupt:
-            failures.append(interrupt)
+            failures.insert(0, interrupt)
+            stop.set()
     if failures:
         raise failures[0]
 
@@ -326,22 +403,39 @@ def keep(record: dict, path: Path) -> None:
 
 
 def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
-    """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do."""
+    """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do.
+
+    A signal ends it in a line that says how many cells are finished.
+    """
+    path = out / "cells.jsonl"
     keep_in = out / "runs" if arguments.keep_runs else None
 
-    def run(cell: dict) -> dict:
-        return run_cell(cell, [*TRAIN, *options(cell, arguments.extra)], keep_in)
+    def run(cell: dict, stop: threading.Event) -> dict:
+        return run_cell(cell, [*TRAIN, *options(cell, arguments.extra)], stop, keep_in)
 
     baseline = arguments.baseline
     if not arguments.report:
-        run_missing(cells, out / "cells.jsonl", run, arguments.extra, arguments.parallel)
+        try:
+            run_missing(cells, path, run, arguments.extra, arguments.parallel)
+        except KeyboardInterrupt:
+            num_finished = len(cells) - len(unfinished(cells, read_records(path)))
+            how = f"the same command with --out {shlex.quote(str(out))} continues"
+            sys.exit(f"stopped: {num_finished} of {len(cells)} cells are finished; {how}")
         baseline = baseline or loss(cells[0])
     report(out, baseline, arguments.without)
+
+
+def interrupt(number: int, frame) -> NoReturn:
+    """Stop the script by a signal, once: `timeout` sends its signal twice."""
+    ignore_signals()
+    raise KeyboardInterrupt
 
 
 def main() -> None:
     """Read the command line, run what is missing, report."""
     keep_printing()
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
     try:
         arguments = read_arguments(with_home_folder(sys.argv[1:]))
         out = arguments.out or Path("runs") / time.strftime("ablation-%Y%m%d-%H%M%S")
@@ -352,10 +446,11 @@ def main() -> None:
             warn_of_few_versions(cells, arguments.extra)
         if cells and arguments.dry_run:
             print(*describe(cells, arguments.baseline), sep="\n")
+            print(time_needed(cells, read_records(out / "cells.jsonl"), arguments.parallel))
         else:
             run_grid(arguments, cells, out)
     except KeyboardInterrupt:
-        sys.exit(f"stopped; the same --out continues: --out {shlex.quote(str(out))}")
+        sys.exit("stopped")
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -52,6 +52,8 @@ QUESTIONS = {
     "without.md": "what do the options of --without change?",
 }
 """What each table answers."""
+DISAGREEMENT = 0.3
+"""Range of the final accuracy over seeds above which a mean says little."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -265,13 +267,17 @@ def beside(runs: pd.DataFrame, left_out: Sequence[str]) -> pd.DataFrame:
 def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
     """Return a row per run of `measures_of` that has another run as partner: MEASURES less the partner's, and noise.
 
-    All are compared up to one version, the last that sampled in every run: only runs with less lag have later ones.
+    All are compared up to one version, the last that sampled in every run: only runs with less lag have later ones. The
+    final accuracies of both runs are there, too.
     """
     if runs.empty:
         return runs
     partner = runs.reindex(partners).set_axis(runs.index)
     change = runs[[*MEASURES]] - partner[[*MEASURES]]
-    rows = runs[["loss", "setting", "start", "end"]].join(change)
+    rows = runs[["loss", "setting", "seed", "start", "end"]].join(change)
+    rows["own_final"] = runs["final"]
+    for name in ("loss", "setting", "final"):
+        rows[f"partner_{name}"] = partner[name]
     by_version = runs["rewards"] - partner["rewards"]
     rows["level_noise"] = [
         error_of_mean(rewards.loc[start:])
@@ -352,7 +358,7 @@ def compact(compared: pd.DataFrame) -> list[str]:
 
 
 def supported(compared: pd.DataFrame) -> str:
-    """Return which differences of `compare` the seeds support, in words."""
+    """Return which differences of `compare` the seeds support, in words, and larger ones that they do not decide."""
     rows = compared[compared["stays"]]
     if compared["count"].max() < MIN_SEEDS:
         return f"A verdict needs {MIN_SEEDS} seeds."
@@ -362,7 +368,16 @@ def supported(compared: pd.DataFrame) -> str:
         f"`{row.loss}` is {'better' if row.mean > 0 else 'worse'} at {row.setting}"
         for row in rows.itertuples()
     ]
-    return f"The seeds support {len(found)} of {len(compared)} differences: {'; '.join(found)}."
+    verdict = f"The seeds support {len(found)} of {len(compared)} differences: {'; '.join(found)}"
+    is_open = ~compared["stays"] & (compared["count"] >= MIN_SEEDS)
+    larger = compared[is_open & (compared["mean"].abs() > rows["mean"].abs().min())]
+    undecided = [
+        f"`{row.loss}` at {row.setting} ({f'{row.mean:+.3f}'.replace('-', '−')})"
+        for row in larger.itertuples()
+    ]
+    if undecided:
+        verdict += f"; not decided, as their intervals are wider: {'; '.join(undecided)}"
+    return f"{verdict}."
 
 
 def verdicts(rows: pd.DataFrame) -> str:
@@ -374,11 +389,42 @@ def verdicts(rows: pd.DataFrame) -> str:
         is_measured = rows[name].notna().any()
         verdict = supported(compare(rows, name)) if is_measured else "It was not measured."
         texts.append(f"{name.capitalize()}: {verdict}")
-    return " ".join(texts)
+    return " ".join(filter(None, [*texts, disagreement(rows.dropna(subset="final"))]))
 
 
-def measure_tables(rows: pd.DataFrame) -> list[str]:
-    """Return a table for each measure of differences that has values, with what it is."""
+def final_table(rows: pd.DataFrame, partner: str) -> list[str]:
+    """Return the table of each seed's final accuracies, beside those of `partner`, and the sentence `disagreement`."""
+    lines = []
+    for (setting_name, name), group in rows.groupby(["setting", "loss"], sort=False):
+        seeds = group.sort_values("seed")
+        finals = [
+            " ".join(map("{:.2f}".format, seeds[side])) for side in ("own_final", "partner_final")
+        ]
+        lines.append([setting_name, f"`{name}`", *finals])
+    heading = ["setting", "loss", "final accuracy, each seed", f"{partner}, each seed"]
+    sentence = disagreement(rows)
+    return ["", *markdown(heading, lines), *(["", sentence] if sentence else [])]
+
+
+def disagreement(rows: pd.DataFrame) -> str:
+    """Return a sentence that names each loss and setting whose seeds end far apart; empty if there is none."""
+    names = ["loss", "setting", "final"]
+    own = rows[["loss", "setting", "own_final"]].set_axis(names, axis="columns")
+    partner = rows[[f"partner_{name}" for name in names]].set_axis(names, axis="columns")
+    finals = pd.concat([own, partner]).groupby(["setting", "loss"], sort=False)["final"]
+    ends = finals.agg(["min", "max"]).reset_index()
+    named = [
+        f"`{row.loss}` at {row.setting} ({row.min:.2f} to {row.max:.2f})"
+        for row in ends[ends["max"] - ends["min"] > DISAGREEMENT].itertuples()
+    ]
+    return f"Seeds disagree: {'; '.join(named)}; look at each." if named else ""
+
+
+def measure_tables(rows: pd.DataFrame, partner: str) -> list[str]:
+    """Return a table for each measure of differences that has values, with what it is, and each seed's accuracy.
+
+    The partner is the name of what is subtracted.
+    """
     page = [
         "",
         f"Level needs {MIN_VERSIONS} versions, from half of the steps on, that sampled in all runs. Final accuracy "
@@ -388,7 +434,8 @@ def measure_tables(rows: pd.DataFrame) -> list[str]:
         if rows[name].notna().any():
             heading = text.format(start=rows["start"].max(), end=rows["end"].max())
             page += ["", f"**{heading}.**", "", *compact(compare(rows, name))]
-    return page
+    with_finals = rows.dropna(subset="final")
+    return page if with_finals.empty else [*page, *final_table(with_finals, partner)]
 
 
 def paired_page(rows: pd.DataFrame) -> list[str]:
@@ -401,7 +448,7 @@ def paired_page(rows: pd.DataFrame) -> list[str]:
         "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
         "is larger. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
         "they have one gradient there.",
-        *measure_tables(rows),
+        *measure_tables(rows, "fresh"),
     ]
 
 
@@ -413,7 +460,7 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
         f"A loss less `{baseline}` with the same seed and setting, so at the same lag. Above zero the loss is better. "
         "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
         "is larger.",
-        *measure_tables(rows),
+        *measure_tables(rows, f"`{baseline}`"),
     ]
 
 
@@ -426,7 +473,7 @@ def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
         f"A run less the run with the same loss, seed and other options, but without {names}. Above zero the options "
         "help. Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run "
         "where that is larger.",
-        *measure_tables(rows),
+        *measure_tables(rows, "without the options"),
     ]
 
 

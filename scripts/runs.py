@@ -93,6 +93,10 @@ def load(path: str | Path) -> Run:
     path, cut = Path(path), []
     if path.is_file():
         return _load_log(path)
+    if (path / "cells.jsonl").exists():
+        where = f"its tables are {path / 'table.md'} and {path / 'paired.md'}"
+        kept = f"ablate.py --keep-runs keeps runs for reports, in {path / 'runs'}"
+        raise ValueError(f"{path} is an ablation; {where}; {kept}")
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
             what = "does not exist; give the directory of a run, as in runs/NAME"

@@ -149,11 +149,18 @@ def run_part(part: str, needs: Part, device: str, models: str) -> dict:
     return seconds | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
 
 
-def kill_with_sessions(process: subprocess.Popen) -> None:
-    """Kill a process that leads a session, and its descendants. Tests start jobs in sessions of their own."""
+def kill_with_sessions(process: subprocess.Popen, grace_s: float = 0.0) -> None:
+    """Kill a process that leads a session, and its descendants. Tests start jobs in sessions of their own.
+
+    With `grace_s` the process first gets SIGTERM and this time to end.
+    """
     descendants = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         descendants = psutil.Process(process.pid).children(recursive=True)
+    if grace_s:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
     for pid in (process.pid, *(descendant.pid for descendant in descendants)):
         kill_session(pid)
     process.wait()

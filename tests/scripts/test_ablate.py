@@ -1,9 +1,16 @@
 """Grids of runs that a stub of the training script makes: which cells there are, which are run, what is kept."""
 
+import json
 import os
+import signal
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
+from programs import start_python, wait_until
+from user_files import write_jsonl
 
 from scripts import ablate
 from scripts.ablate import cell_name, options, read_arguments
@@ -24,6 +31,15 @@ if given["algo"] == "kimi":
 if given["algo"] == "aipo":
     os.kill(os.getpid(), 9)
 """
+SLEEPER = """
+import signal, subprocess, time
+if given["seed"] == "1":
+    signal.signal(signal.SIGTERM, {handler})
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
+    pathlib.Path({pids!r}).write_text(json.dumps([os.getsid(0), engine.pid]) + "\\n")
+    time.sleep(120)
+"""
+"""A stub whose second seed sleeps, and starts an engine in another session."""
 
 
 def cells_of(*words):
@@ -65,6 +81,39 @@ def ablate_stub(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [
+        (signal.SIGINT, "lambda *_: sys.exit('error: stopped by SIGTERM')"),
+        (signal.SIGTERM, "signal.SIG_IGN"),
+    ],
+)
+def test_a_signal_ends_the_running_cells_and_the_same_command_continues(number, handler, tmp_path):
+    stub, pids, grid = tmp_path / "stub.py", tmp_path / "pids", tmp_path / "my grid"
+    stub.write_text(STUB + SLEEPER.format(handler=handler, pids=str(pids)))
+    words = "--algos", "grpo", "--async-ratio", "0", "--seeds", "3", "--out", str(grid)
+    code = (
+        "import sys; from scripts import ablate; ablate.GRACE_S = 1.0\n"
+        f"ablate.TRAIN = sys.executable, {str(stub)!r}\n"
+        "ablate.main()"
+    )
+    script = start_python("-c", code, *words, stderr=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    for _ in range(2):  # `timeout` sends its signal twice, and people press Ctrl-C twice
+        script.send_signal(number)
+        time.sleep(0.4)
+    printed, line = script.communicate(timeout=60)
+    assert line == (
+        f"stopped: 1 of 3 cells are finished; the same command with --out '{grid}' continues\n"
+    )
+    assert script.returncode == 1 and "grpo-a0-k0-s2" not in printed
+    assert [record["cell"]["seed"] for record in read_records(grid / "cells.jsonl")] == [0]
+    session_and_engine = json.loads(pids.read_text())
+    assert script.pid not in session_and_engine
+    for pid in session_and_engine:
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid), timeout_s=10)
+
+
 def test_parallel_runs_divide_the_cores():
     cores = os.sched_getaffinity(0)
     assert ablate.divide_cores(1) == [cores]
@@ -80,11 +129,21 @@ def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate
     assert lines[:5] == ["4 runs:", *cells] and list(tmp_path.iterdir()) == [tmp_path / "stub.py"]
     assert lines[5].startswith("paired.md: what do stale data cost each loss?")
     assert lines[6] == "against.md: is a loss better than grpo at the same lag?"
-    *_, paired, against = ablate_stub("--algos", "tis", "--dry-run").splitlines()
+    assert lines[7].startswith("time: known after the first cell")
+    *_, paired, against, _ = ablate_stub("--algos", "tis", "--dry-run").splitlines()
     assert "Not made: it needs fresh and stale cells" in paired
     assert "than tis at the same lag? Not made: it needs two losses" in against
     with pytest.raises(SystemExit, match=r"error: cell tis.*: --algo-args clip=1: "):
         ablate_stub("--algos", "tis:clip=1", "--dry-run")
+    made = cells_of("--algos", "grpo", "dppo", "--async-ratio", "0", "--seeds", "1")
+    records = [
+        {"cell": cell, "series": {}, "seconds": seconds}
+        for cell, seconds in zip(made, (90, 150), strict=True)
+    ]
+    write_jsonl(tmp_path / "grid/cells.jsonl", records)
+    for parallel, minutes in (("1", 6), ("2", 4)):
+        *_, line = ablate_stub(*two, "--parallel", parallel, "--dry-run").splitlines()
+        assert line == f"time: about {minutes} minutes for 3 unfinished runs"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +182,7 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     (grid / "runs/tis-a0-k0-s0").mkdir()  # of a grid that was killed
     printed = ablate_stub("--algos", "tis", "kimi", "--parallel", "2", *words)
     assert "2 cells, 1 of them finished before" in printed and "| grpo |" in printed
-    assert "2 of 2 cells, 0 min left" in printed
+    assert "2 of 2 cells, 0 min left" in printed and "tis-a0-k0-s0 starts, 2 of 2\n" in printed
     algos = [made["cell"]["algo"] for made in read_records(grid / "cells.jsonl")]
     assert algos == ["grpo", "kimi", "tis"]
     assert {"curves.png", "cells.csv"} < {path.name for path in grid.iterdir()}

@@ -75,7 +75,15 @@ def test_runs_with_an_option_are_compared_with_those_without_by_plain_loops():
         assert row["final"] == own["final"] - other["final"]
         assert row["level"] == own["level"] - other["level"]
     page = "\n".join(grids.without_page(rows, ["centering", "top_logprobs"]))
-    assert "without `centering`, `top_logprobs`" in page and page.count("`grpo`") == 2
+    assert "without `centering`, `top_logprobs`" in page and page.count("| `grpo` |") == 4
+    text = "{:.2f} {:.2f} {:.2f}".format
+    finals = [record["evaluations"][-1][1] for record in records[:12]]
+    for start, setting in ((0, 0), (3, 4)):
+        pair = f"{text(*finals[start + 6 : start + 9])} | {text(*finals[start : start + 3])} |"
+        assert (
+            f"`publish_delay` {setting}, `centering` true, `top_logprobs` 8 | `grpo` | {pair}"
+            in page
+        )
     with pytest.raises(ValueError, match="--without top_p: no run of the grid has"):
         grids.beside(measured, ["top_p"])
 
@@ -157,6 +165,39 @@ def test_intervals_and_p_are_students_and_holms_correction_is_that_of_its_defini
     )
     error = grids.error_of_mean(pd.Series(rng.normal(0.5, 0.06, 4000)))
     assert error == pytest.approx(0.06 / math.sqrt(4000), rel=0.1)
+
+
+def test_seeds_that_disagree_are_shown_and_named_and_so_is_a_larger_loss_that_they_do_not_decide():
+    """`tis` loses more than `grpo`, but its seeds spread. `topr` loses less than both."""
+    finals = {
+        ("grpo", 0): (0.9, 0.9, 0.9),
+        ("grpo", 8): (0.8, 0.81, 0.82),
+        ("tis", 8): (0.0, 0.85, 0.1),
+        ("topr", 8): (0.9, 0.85, 0.9),
+    }
+    records = []
+    for (algo, delay), accuracies in finals.items():
+        for seed in (2, 0, 1):
+            record = make_record(algo, delay, seed)
+            record["series"]["reward"] = [0.5] * 40
+            records.append(record | {"evaluations": [[40, accuracies[seed]]]})
+    measured = grids.measures_of(records)
+    place = "`async_ratio` 0, `publish_delay` 8"
+    sentence = f"Seeds disagree: `tis` at {place} (0.00 to 0.85); look at each."
+    verdict = (
+        f"The seeds support 1 of 3 differences: `grpo` is worse at {place}; "
+        f"not decided, as their intervals are wider: `tis` at {place} (−0.583)."
+    )
+    rows = grids.differences(measured)
+    assert grids.verdicts(rows).endswith(f"Final: {verdict} {sentence}")
+    page = grids.paired_page(rows)
+    assert page[-1] == sentence and verdict in "\n".join(page)
+    assert f"| {place} | `tis` | 0.00 0.85 0.10 | 0.90 0.90 0.90 |" in page
+    page = grids.against_page(grids.against(measured, "tis"), "tis")
+    assert page[-1] == sentence
+    assert f"| {place} | `grpo` | 0.80 0.81 0.82 | 0.00 0.85 0.10 |" in page
+    steady = rows[rows["loss"] != "tis"]
+    assert "Seeds disagree" not in "\n".join(grids.paired_page(steady)) + grids.verdicts(steady)
 
 
 # Records, figures, report
