@@ -6,6 +6,7 @@ pass computes most chunks again, so of these only hidden states are kept. The he
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -90,8 +91,17 @@ class TokenLogprobs(nn.Module):
         rows = outputs.last_hidden_state.flatten(0, 1).index_select(0, sources)
         head = functools.partial(self.score_rows, sampling=sampling)
         columns = [rows, targets] if top_ids is None else [rows, targets, top_ids.long()]
-        chunked = (column.split(self.chunk_rows) for column in columns)
-        chunks = list(zip(*chunked, strict=True))
+        logprobs, entropy, *top = self._in_chunks(head, columns)
+        values = torch.zeros(len(rows), device=rows.device)
+        if self.value_head is not None:
+            values = self.value_head(rows)
+        return TokenScores(logprobs, entropy, values, *top)
+
+    def _in_chunks(
+        self, head: Callable[..., tuple[Tensor, ...]], columns: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the columns [N, …] that the head makes of `columns` [N, …], `chunk_rows` rows at a time."""
+        chunks = list(zip(*(column.split(self.chunk_rows) for column in columns), strict=True))
         # The backward pass begins with the last chunk, so computing that one again would save no memory.
         num_again = len(chunks) - self.num_kept_chunks()
         recomputed_head = functools.partial(
@@ -101,11 +111,7 @@ class TokenLogprobs(nn.Module):
             (recomputed_head if index < num_again else head)(*chunk)
             for index, chunk in enumerate(chunks)
         ]
-        values = torch.zeros(len(rows), device=rows.device)
-        if self.value_head is not None:
-            values = self.value_head(rows)
-        logprobs, entropy, *top = (torch.cat(column) for column in zip(*parts, strict=True))
-        return TokenScores(logprobs, entropy, values, *top)
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
     def num_kept_chunks(self) -> int:
         """Return how many of the last chunks keep their logits for the backward pass."""

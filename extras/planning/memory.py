@@ -156,17 +156,8 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
         shape.hidden_size,
     )
     is_recomputed = "activations" in config.save_memory
-    of_layer, rows = 2 * hidden if is_recomputed else per_layer, min(tokens, CHUNK_ROWS)
-    head, chunk = 2 * shape.largest_parameter, 4 * rows * shape.vocab_size
-    kept = 4 * shape.vocab_size * (kept_logit_rows(shape, tokens) - rows)
-    copies = chunk * (
-        6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3
-    )  # see asyncrl/trainer/logprobs.py
-    in_head = Item(
-        "in the head",
-        10 * tokens * hidden + kept + max(copies, 2 * chunk + head),
-        f"{rows} rows of logits",
-    )
+    of_layer, head = 2 * hidden if is_recomputed else per_layer, 2 * shape.largest_parameter
+    in_head = _head_item(config, shape, tokens)
     wide = tokens * (per_layer * is_recomputed + 4 * (hidden + shape.intermediate_size))
     in_layer = Item(
         "in a layer",
@@ -196,10 +187,16 @@ def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]
     return items
 
 
-def kept_logit_rows(shape: ModelShape, tokens: int) -> int:
-    """Return how many tokens' logits a pass keeps: whole chunks, as TokenLogprobs.num_kept_chunks says."""
-    chunks = max(1, KEPT_LOGITS // (CHUNK_ROWS * shape.vocab_size))
-    return min(tokens, chunks * CHUNK_ROWS)
+def _head_item(config: Config, shape: ModelShape, tokens: int) -> Item:
+    """Return the memory of the head in a pass over so many tokens; see asyncrl/trainer/logprobs.py."""
+    rows, row_bytes = min(tokens, CHUNK_ROWS), 4 * shape.vocab_size
+    num_kept_chunks = max(1, KEPT_LOGITS // (CHUNK_ROWS * shape.vocab_size))
+    kept = row_bytes * (min(tokens, num_kept_chunks * CHUNK_ROWS) - rows)
+    copies = 6 if config.top_p < 1 else 4 if config.top_k or config.min_p else 3
+    chunk = row_bytes * rows
+    in_chunk = max(copies * chunk, 2 * chunk + 2 * shape.largest_parameter)
+    num_bytes = 10 * tokens * shape.hidden_size + kept + in_chunk
+    return Item("in the head", num_bytes, f"{rows} rows of logits")
 
 
 def ways_to_fit(config: Config) -> list[Config]:
