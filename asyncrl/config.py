@@ -284,7 +284,7 @@ class Config:
     """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
     centering: Annotated[bool, REPLAY] = False
     """Take from each token's gradient its mean under the policy that sampled: score centering, algos/centering.py. It
-    needs top_logprobs, and a loss that weighs tokens one by one."""
+    needs top_logprobs, and a loss that weighs tokens one by one. With stale data it undoes the clip of `grpo`."""
     loss_aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], REPLAY] = (
         "token_mean"
     )
