@@ -11,8 +11,8 @@ w(tail). If the head is the whole vocabulary, the term is exact, and ρ does not
 «Score Centering Stabilizes Off-policy Reinforcement Learning», arXiv 2609.20807. The mean E_q[w·∇log p] is a drift
 towards the policy that sampled, or away from it. It is there for any rewards. Without this drift a constant advantage
 has no gradient in the mean.
-Do not center a PPO clip. With A > 0 the clip leaves out tokens of r > 1 + c. The term then adds A·∇ Σ p of these tokens,
-so what has risen beyond the clip rises further, for any reward. Centered `grpo` collapsed at lags of 4 and 16
+Do not center a PPO clip. With A > 0 the clip leaves out tokens of r > 1 + c. The term then adds A·∇ Σ p of these, so
+what has risen beyond the clip rises further, for any reward. Centered `grpo` collapsed at lags of 4 and 16
 (results/centering).
 Differs from the paper: w is the slope of any loss of single tokens. There it is 1 or a truncated ratio. So a penalty
 within the loss, such as the square of dppo, is centered, too.

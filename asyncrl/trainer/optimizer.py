@@ -62,9 +62,9 @@ DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
-LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 16, 4096, 16
-"""Of a shard of more than 65,536 weights every 16th block of 4,096 is compared. To compare all of them halves the speed
-of the optimizer on a CPU (WORKLOG.md)."""
+LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 18, 4096, 16
+"""Of a shard of more than 262,144 weights every 16th block of 4,096 is compared. To compare all of them halves the
+speed of the optimizer on a CPU (WORKLOG.md)."""
 LORA_FACTOR = 10
 """Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
