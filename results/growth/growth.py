@@ -75,7 +75,8 @@ def measure(groups: int, length: int, workers: int, steps: int) -> dict:
         process = subprocess.Popen([sys.executable, __file__, "--run", *words])
         looks = []
         while process.poll() is None:
-            num_lines = len(read(Path(folder, "run/metrics.jsonl")))
+            metrics = Path(folder, "run/metrics.jsonl")
+            num_lines = metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
             if num_lines > len(looks):
                 look = (time.monotonic(), cpu_seconds(process.pid))
                 looks += [look] * (num_lines - len(looks))
@@ -95,7 +96,7 @@ def table(records: list[dict]) -> list[str]:
     """Return the lines of growth.md."""
     lines = []
     for family, cases in FAMILIES.items():
-        rows, before = [], None
+        rows, before = [], {}
         for groups, length, workers, _ in cases:
             found = [
                 r
@@ -103,20 +104,24 @@ def table(records: list[dict]) -> list[str]:
                 if (r["groups"], r["tokens"], r["workers"]) == (groups, length, workers)
             ]
             per_unit = length if family == "tokens a response" else 1
-            costs = [r["cpu_ms_per_sample"] / per_unit for r in found]
-            growth = "–"
-            if before:
-                growth = ", ".join(
-                    f"{now / old:.2f}" for now, old in zip(costs, before, strict=True)
-                )
+            costs = {r["round"]: r["cpu_ms_per_sample"] / per_unit for r in found}
+            growth = ", ".join(
+                f"{costs[number] / before[number]:.2f}" for number in costs if number in before
+            )
             rates = ", ".join(f"{r['samples_per_s']:.0f}" for r in found)
             cpu = ", ".join(f"{r['cpu_ms_per_sample']:.2f}" for r in found)
-            rows.append(((groups, length, workers)[GROWING[family]], rates, cpu, growth))
+            rows.append(((groups, length, workers)[GROWING[family]], rates, cpu, growth or "–"))
             before = costs
         unit = "token" if family == "tokens a response" else "sample"
         heading = [family, "samples/s", "CPU ms a sample", f"growth of CPU time a {unit}"]
         lines += [*markdown(heading, rows), ""]
-    return [*lines, f"n = {ROUNDS} rounds, in their order.", ""]
+    return [*lines, "A cell has a number for each round.", ""]
+
+
+def make_page() -> None:
+    """Write growth.md from the records."""
+    records = sorted(read(FOLDER / "growth.jsonl"), key=lambda record: record["round"])
+    (FOLDER / "growth.md").write_text("\n".join(table(records)), encoding="utf-8")
 
 
 def main() -> None:
@@ -132,8 +137,7 @@ def main() -> None:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             print(record["samples_per_s"], record["cpu_ms_per_sample"], case, flush=True)
-    records = sorted(read(path), key=lambda record: record["round"])
-    (FOLDER / "growth.md").write_text("\n".join(table(records)), encoding="utf-8")
+    make_page()
 
 
 if __name__ == "__main__":
