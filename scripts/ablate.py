@@ -33,11 +33,10 @@ from typing import NoReturn
 import tyro
 
 from asyncrl import user_code
-from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
+from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals, kill_with_sessions
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
 from asyncrl.job.command_line import check, read_options
-from scripts.bench.gpu import kill_with_sessions
 from scripts.grids import (
     MIN_VERSIONS,
     QUESTIONS,

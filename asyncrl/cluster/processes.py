@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -224,6 +225,23 @@ def kill_session(pid: int, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while any(map(_has_not_ended, members)) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def kill_with_sessions(process: subprocess.Popen, grace_s: float = 0.0) -> None:
+    """Kill a process that leads a session, and its descendants, also those in sessions of their own.
+
+    With `grace_s` the process first gets SIGTERM and this time to end.
+    """
+    descendants = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    if grace_s:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    for pid in (process.pid, *(descendant.pid for descendant in descendants)):
+        kill_session(pid)
+    process.wait()
 
 
 def _has_not_ended(process: psutil.Process) -> bool:

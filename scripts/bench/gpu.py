@@ -19,10 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
-
 from asyncrl.cluster.gpus import visible_gpus
-from asyncrl.cluster.processes import kill_session
+from asyncrl.cluster.processes import kill_with_sessions
 from scripts.lines import ROOT, provenance, read, replace_record, run_command
 
 BUDGET_S = 470.0
@@ -147,23 +145,6 @@ def run_part(part: str, needs: Part, device: str, models: str) -> dict:
     if result.exists():
         return seconds | {"numbers": json.loads(result.read_text())}
     return seconds | {"failed": f"{how}; {last_error(log.read_text())} ({log})"}
-
-
-def kill_with_sessions(process: subprocess.Popen, grace_s: float = 0.0) -> None:
-    """Kill a process that leads a session, and its descendants. Tests start jobs in sessions of their own.
-
-    With `grace_s` the process first gets SIGTERM and this time to end.
-    """
-    descendants = []
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    if grace_s:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-    for pid in (process.pid, *(descendant.pid for descendant in descendants)):
-        kill_session(pid)
-    process.wait()
 
 
 def last_error(log: str) -> str:
