@@ -42,7 +42,6 @@ import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -71,11 +70,8 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    # batches that rollout may run ahead; 0 is synchronous
-    alpha: Annotated[float, tyro.conf.arg(aliases=["--async-ratio"])] = 1.0
-    # steps by which each publish is late
-    delay: Annotated[int, tyro.conf.arg(aliases=["--publish-delay"])] = 0
-
+    alpha: float = 1.0  # batches that rollout may run ahead; 0 is synchronous
+    delay: int = 0  # steps by which each publish is late
     steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt

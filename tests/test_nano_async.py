@@ -181,8 +181,6 @@ MISTAKES = {
     "--task nope": f"--task must be one of {', '.join(TASKS)}, got nope",
     "--task gsm8k --data-path nowhere": "--data-path nowhere does not exist; .*",
     "--alpha -1": "--alpha must be at least 0, got -1.0",
-    "--async-ratio -1": "--alpha must be at least 0, got -1.0",
-    "--publish-delay -1": "--delay must be at least 0, got -1",
     "--alpha nan": "--alpha must be at least 0, got nan",
     "--group-size 0": "--group-size must be at least 1, got 0",
     "--model data/tiny/sums": "--lr 0.001 is for the tiny model; choose one for data/tiny/sums",
