@@ -364,11 +364,13 @@ def supported(compared: pd.DataFrame) -> str:
         return f"A verdict needs {MIN_SEEDS} seeds."
     if rows.empty:
         return "The seeds support no difference; a wide interval can hide one."
-    found = [
+    findings = [
         f"`{row.loss}` is {'better' if row.mean > 0 else 'worse'} at {row.setting}"
         for row in rows.itertuples()
     ]
-    verdict = f"The seeds support {len(found)} of {len(compared)} differences: {'; '.join(found)}"
+    verdict = (
+        f"The seeds support {len(findings)} of {len(compared)} differences: {'; '.join(findings)}"
+    )
     is_open = ~compared["stays"] & (compared["count"] >= MIN_SEEDS)
     larger = compared[is_open & (compared["mean"].abs() > rows["mean"].abs().min())]
     undecided = [

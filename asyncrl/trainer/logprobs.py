@@ -43,7 +43,7 @@ class TokenLogprobs(nn.Module):
     def __init__(
         self, model: PreTrainedModel, chunk_rows: int = CHUNK_ROWS, trains_entropy: bool = False
     ) -> None:
-        """With `trains_entropy` the entropy carries gradient, and a chunk keeps three times as much."""
+        """If it `trains_entropy`, the entropy carries gradient, and a chunk keeps three times as much."""
         super().__init__()
         self.model = model
         self.value_head: nn.Module | None = None

@@ -98,18 +98,18 @@ def table(records: list[dict]) -> list[str]:
     for family, cases in FAMILIES.items():
         rows, before = [], {}
         for groups, length, workers, _ in cases:
-            found = [
+            matches = [
                 r
                 for r in records
                 if (r["groups"], r["tokens"], r["workers"]) == (groups, length, workers)
             ]
             per_unit = length if family == "tokens a response" else 1
-            costs = {r["round"]: r["cpu_ms_per_sample"] / per_unit for r in found}
+            costs = {r["round"]: r["cpu_ms_per_sample"] / per_unit for r in matches}
             growth = ", ".join(
                 f"{costs[number] / before[number]:.2f}" for number in costs if number in before
             )
-            rates = ", ".join(f"{r['samples_per_s']:.0f}" for r in found)
-            cpu = ", ".join(f"{r['cpu_ms_per_sample']:.2f}" for r in found)
+            rates = ", ".join(f"{r['samples_per_s']:.0f}" for r in matches)
+            cpu = ", ".join(f"{r['cpu_ms_per_sample']:.2f}" for r in matches)
             rows.append(((groups, length, workers)[GROWING[family]], rates, cpu, growth or "–"))
             before = costs
         unit = "token" if family == "tokens a response" else "sample"
