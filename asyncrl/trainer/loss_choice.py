@@ -70,7 +70,9 @@ def keywords_of(loss: Callable) -> list[inspect.Parameter]:
 def describe(algo: str) -> str:
     """Return a line about a loss, then its keyword arguments with their defaults and ranges."""
     loss = user_code.load(algo, "--algo", LOSSES)
-    text = inspect.getmodule(loss).__doc__ or inspect.getdoc(loss) or ""
+    # A file of algos/ has one loss and describes it at its top. A user's file can have several.
+    own_text = "" if loss.__module__.startswith("algos.") else inspect.getdoc(loss)
+    text = own_text or inspect.getmodule(loss).__doc__ or ""
     summary = text.strip().splitlines()[0] if text else "no docstring"
     rows = [
         f"  {f'{keyword.name}={keyword.default}':28}{allowed_values(keyword.annotation)}".rstrip()
