@@ -2,12 +2,16 @@
 
 MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, or a run, runs/NAME, of which it takes the newest checkpoint
 and the options of sampling. The engine is a run's, and gets its weights as a run's does; what follows MODEL is options
-of train_async.py.
+of train_async.py. `--out FILE` keeps every response.
 """
 
+import json
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +31,9 @@ from asyncrl.config import (
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.command_line import check, read_options
 from asyncrl.job.resume import read_resumed_options
+from asyncrl.records import Trajectory
 from asyncrl.runlog.manifest import parse_step
+from asyncrl.runlog.samples import decode_trajectory
 
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
@@ -43,7 +49,7 @@ def choose_options(model: str, words: list[str]) -> Config:
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in allowed:
-            listed = ["--eval-samples", *allowed]
+            listed = ["--eval-samples", "--out", *allowed]
             hint = nearest(name, listed)
             raise ValueError(
                 f"{word} means nothing here; an evaluation takes {', '.join(listed)}{hint}"
@@ -68,8 +74,11 @@ def choose_options(model: str, words: list[str]) -> Config:
     return Config(**sampling | fixed, save_every=None).checked()  # an evaluation needs no room
 
 
-def sample(config: Config, num_samples: int) -> Evaluation:
-    """Sample each held-out problem `num_samples` times, one after the other by `member`; in one process."""
+def sample(config: Config, num_samples: int) -> tuple[Evaluation, list[dict]]:
+    """Sample each held-out problem `num_samples` times, one after the other by `member`; in one process.
+
+    Returns the evaluation, and a row for each response.
+    """
     from asyncrl.job.assemble import start_node, start_rank
     from asyncrl.job.publisher import make_publisher
     from asyncrl.trainer.policy import load_policy
@@ -83,13 +92,35 @@ def sample(config: Config, num_samples: int) -> Evaluation:
         publisher.publish(rank.first_version)
         rank.controller.finish_evaluations()
         publisher.check_last(rank.first_version)
-        return rank.controller.ended_evaluations[-1]
+        evaluation = rank.controller.ended_evaluations[-1]
+        rows = []
+        for response in sorted(evaluation.trajectories, key=attrgetter("member")):
+            problem, repeat = divmod(response.member, num_samples)
+            row = {"problem": problem, "sample": repeat}
+            answer = problems[response.member].answer
+            rows.append(row | describe_response(response, answer, rank.tokenizer.decode))
+        return evaluation, rows
+
+
+def describe_response(
+    response: Trajectory, answer: str, decode: Callable[[np.ndarray], str]
+) -> dict:
+    """Return the fields of a response for `--out`. The reward of a failed one is None."""
+    is_failed = response.finish_reason == "failed"
+    return {
+        **decode_trajectory(response, decode),
+        "answer": answer,
+        "reward": None if is_failed else response.reward,
+        "reward_parts": response.reward_parts,
+        "finish_reason": response.finish_reason,
+        "turns": response.num_turns,
+    }
 
 
 def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
-    """Return lines with mean reward, pass@1, and pass@k, arXiv 2107.03374: means over problems ± standard errors.
+    """Return lines with mean reward and pass@k for k = 1, 2, 4 …: means over problems ± standard errors.
 
-    A response is right where its reward is at least 1.
+    A response is right if its reward is at least 1.
     """
     rewards = np.zeros(evaluation.num_asked)  # a response that failed has none
     for trajectory in evaluation.trajectories:
@@ -97,8 +128,10 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
             rewards[trajectory.member] = trajectory.reward
     rewards = rewards.reshape(-1, num_samples)
     is_right = rewards >= 1
-    rows = {"mean reward": rewards.mean(1), "pass@1": is_right.mean(1)}
-    rows[f"pass@{num_samples}"] = is_right.max(1)
+    rows = {"mean reward": rewards.mean(1)}
+    powers = [2**exponent for exponent in range(num_samples.bit_length())]
+    for k in sorted({*powers, num_samples}):
+        rows[f"pass@{k}"] = pass_at(k, is_right.sum(1), num_samples)
     num_failed = evaluation.failures().num_failed
     lines = [f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"]
     for name, values in rows.items():
@@ -111,6 +144,16 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
     return lines
 
 
+def pass_at(k: int, num_right: np.ndarray, num_samples: int) -> np.ndarray:
+    """Return each problem's chance that one of k samples is right, [P] float64, without bias (arXiv 2107.03374).
+
+    `num_right` [P] int64 counts the right ones of num_samples.
+    """
+    draws = math.comb(num_samples, k)
+    num_wrong = num_samples - num_right
+    return np.array([1 - math.comb(int(wrong), k) / draws for wrong in num_wrong])
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The command line, but for options of train_async.py."""
@@ -119,6 +162,8 @@ class Arguments:
     """A folder, a name, or runs/NAME."""
     eval_samples: int = 1
     """Samples of each problem."""
+    out: Path | None = None
+    """New file for the responses, a line of JSON each: prompt, response, answer and reward."""
 
 
 def main() -> None:
@@ -134,11 +179,17 @@ def main() -> None:
     def job() -> None:
         if given.eval_samples < 1:
             raise ValueError(f"--eval-samples must be at least 1, got {given.eval_samples}")
+        if given.out and given.out.exists():
+            raise ValueError(f"--out {given.out} is there already; give the name of a new file")
+        if given.out and not given.out.parent.is_dir():
+            raise ValueError(f"--out {given.out}: its folder is missing; make it")
         config = choose_options(given.model, words)
         check(config)
         with tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True) as folder:
-            evaluation = sample(replace(config, runs_dir=folder), given.eval_samples)
+            evaluation, rows = sample(replace(config, runs_dir=folder), given.eval_samples)
         print("\n".join(describe(evaluation, given.eval_samples)), flush=True)
+        if given.out:
+            given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     run_job(job)
 

@@ -166,11 +166,14 @@ def checks(run: Run) -> dict[str, str]:
     }
     shown = {"mismatch/versions_behind": arrival(run)}
     for metric, fault in faults.items():
-        limit = ALLOWED_MISMATCH[dtype] if metric.startswith("mismatch/") else 0
+        is_mismatch = metric.startswith("mismatch/")
+        limit = ALLOWED_MISMATCH[dtype] if is_mismatch else 0
+        is_coarse = is_mismatch and dtype != "float32"
+        healthy = "no gross fault" if is_coarse else "fine"
         largest = run.metrics.get(metric, pd.Series(dtype=float)).max()
         shown[metric] = "not measured"
         if pd.notna(largest):
-            verdict = "fine" if largest <= limit else fault
+            verdict = healthy if largest <= limit else fault
             shown[metric] = f"{verdict} (at most {largest:.3g}, limit {limit:g})"
     equal = run.metrics.get("reward/zero_variance_groups", pd.Series([math.nan])).iloc[-1]
     if equal == 1:

@@ -32,7 +32,8 @@ LAGS_OF_BUCKET = {
     "/lag_2": (2, 2),
     "/lag_3-4": (3, 4),
     "/lag_5-8": (5, 8),
-    "/lag_9+": (9, math.inf),
+    "/lag_9-16": (9, 16),
+    "/lag_17+": (17, math.inf),
 }
 REFERENCE_SCALE = 0.8
 """Factor of the reference's head, which makes the reference less sure than the trained model."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from asyncrl.records import Group
+from asyncrl.records import Group, Trajectory
 
 
 def choose_samples(
@@ -24,19 +24,11 @@ def choose_samples(
     worst = int(group.rewards.argmin())
     for index in dict.fromkeys([best, worst]):
         member = group.trajectories[index]
-        start = int(member.loss_mask.argmax())
-        first, *branches = member.segments
         yield {
             "step": step,
             "group": group.group_id,
             "member": member.member,
-            "prompt": decode(member.tokens[:start]),
-            "response": decode(member.tokens[start : first.stop]),
-            **(
-                {"branches": [decode(member.tokens[branch]) for branch in branches]}
-                if branches
-                else {}
-            ),
+            **decode_trajectory(member, decode),
             **({"answer": answer} if answer else {}),
             "turns": member.num_turns,
             "reward": member.reward,
@@ -44,3 +36,19 @@ def choose_samples(
             "group_reward": float(group.rewards.mean()),
             "oldest_version": member.oldest_version,
         }
+
+
+def decode_trajectory(
+    trajectory: Trajectory, decode: Callable[[np.ndarray], str]
+) -> dict[str, str | list[str]]:
+    """Return the texts `prompt` and `response`, and the list `branches` if an agent's trajectory has some."""
+    mask = trajectory.loss_mask
+    start = int(mask.argmax()) if mask.any() else len(mask)
+    first, *branches = trajectory.segments
+    texts: dict[str, str | list[str]] = {
+        "prompt": decode(trajectory.tokens[:start]),
+        "response": decode(trajectory.tokens[start : first.stop]),
+    }
+    if branches:
+        texts["branches"] = [decode(trajectory.tokens[branch]) for branch in branches]
+    return texts

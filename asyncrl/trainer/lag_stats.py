@@ -16,8 +16,8 @@ from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.trainer.logprobs import TokenScores
 from asyncrl.trainer.packing import MicroBatch, RankShare
 
-LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
-LAST_LAGS = (0, 1, 2, 4, 8)
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+LAST_LAGS = (0, 1, 2, 4, 8, 16)
 """Largest lag of each bucket but the last, steps."""
 QUANTILES = {"loss/ratio_q01": 0.01, "loss/ratio_q99": 0.99, "loss/ratio_max": 1.0}
 NUM_TRAINED = "tokens/trained"

@@ -1,13 +1,16 @@
 """Evaluation of a model without training: what is counted, by hand, and one with the real engine."""
 
+import itertools
+import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from programs import ROOT, run_python
 
 from asyncrl.controller.evaluation import Evaluation
-from scripts.evaluate import choose_options, describe
+from scripts.evaluate import choose_options, describe, pass_at
 
 
 def evaluation_of(rewards, failed=()):
@@ -24,6 +27,18 @@ def evaluation_of(rewards, failed=()):
             )
         )
     return evaluation
+
+
+def test_pass_at_k_is_the_share_of_all_draws_of_k_samples_that_hold_a_right_one():
+    for num_right in range(5):
+        samples = [True] * num_right + [False] * (4 - num_right)
+        for k in (1, 2, 3, 4):
+            draws = [any(draw) for draw in itertools.combinations(samples, k)]
+            share = sum(draws) / len(draws)
+            assert pass_at(k, np.array([num_right]), 4) == pytest.approx([share])
+    lines = describe(evaluation_of([1.0] + [0.0] * 11), 6)
+    names = ["mean reward", "pass@1", "pass@2", "pass@4", "pass@6"]
+    assert [line[:12].strip() for line in lines[1:]] == names
 
 
 @pytest.mark.parametrize(("best", "is_told"), [(0.75, True), (1.0, False), (0.0, False)])
@@ -60,15 +75,26 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["addition", "frozen_lake", "guess_number"])
 def test_cold_samples_of_the_real_engine_pass_all_or_none_and_the_tiny_model_of_a_task_knows_it(
-    task,
+    task, tmp_path
 ):
     options = f"--task={task} --eval-samples=3 --eval-problems=24 --temperature=0.01"
-    output = run_python("scripts/evaluate.py", "tiny", *options.split())
+    path = tmp_path / "responses.jsonl"
+    output = run_python("scripts/evaluate.py", "tiny", *options.split(), f"--out={path}")
     rates = dict(re.findall(r"^(mean reward|pass@\d) +(\d\.\d+)", output.stdout, re.MULTILINE))
-    assert set(rates) == {"mean reward", "pass@1", "pass@3"}
+    assert set(rates) == {"mean reward", "pass@1", "pass@2", "pass@3"}
     assert len({*rates.values()}) == 1 and float(rates["pass@1"]) >= 0.85
     for word in ("freshness", "lr: ", "run directory"):
         assert word not in output.stdout, "it trains nothing"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    places = [(row["problem"], row["sample"]) for row in rows]
+    assert places == list(itertools.product(range(24), range(3)))
+    rewards = [row["reward"] for row in rows]
+    assert np.mean(rewards) == pytest.approx(float(rates["mean reward"]), abs=1e-3)
+    assert all(row["response"] and row["prompt"] for row in rows)
+    if task == "addition":
+        digits = [re.search(r"\d+", row["response"]).group() for row in rows]
+        is_right = [row["answer"] == text for row, text in zip(rows, digits, strict=True)]
+        assert is_right == [reward == 1 for reward in rewards]
 
 
 WRONG_WEIGHTS = """import sys

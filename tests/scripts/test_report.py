@@ -130,7 +130,7 @@ def lag_event(worker, late_sigmas, current_sigmas):
          "weights arrive late, or never (0.061 ± 0.01 versions behind)"),
         ("mismatch/versions_behind", [(0, -20.0, 40.0), (1, -2.0, 5.9)], "undecided: rounding hides"),
         ("mismatch/versions_behind", [], "not measured"),
-        ("mismatch/abs_mean", 0.1499, "fine (at most 0.15, limit 0.15)"),
+        ("mismatch/abs_mean", 0.1499, "no gross fault (at most 0.15, limit 0.15)"),
         ("mismatch/abs_mean", 0.16, "engine and trainer compute differently (at most 0.16, limit 0.15)"),
         ("mismatch/decoded", 0.16, "decoding uses old weights or an old cache (at most 0.16, limit 0.15)"),
         ("ledger/groups_dropped_stale", 1, "slow problems are discarded: use --stale-policy wait (at most 1, limit 0)"),
