@@ -130,7 +130,8 @@ def place(
         return Placement(trainer_gpus, threads, (), "pull")
     if config.colocate == "sleep" and workers[0].shared_with_rank is None:
         raise ValueError(
-            "--colocate sleep is for one GPU that trainer and engine share, and they share none; use --colocate share"
+            "--colocate sleep is for one GPU that trainer and engine share, and they share none; use --colocate share, "
+            "or make one GPU visible: CUDA_VISIBLE_DEVICES=0"
         )
     transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks, has_nccl)
     return Placement(trainer_gpus, threads, workers, transport)

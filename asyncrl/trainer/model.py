@@ -96,8 +96,9 @@ def load_model(
     module.to_empty(device="cpu" if offload else device)
     if not isinstance(module, FSDPModule):
         model.tie_weights()  # FSDP keeps ties, but `to_empty` of a plain module does not
-    _move_buffers(model, device)
     _fill_from_rank_0(model, path, dtype, initial_adapters(model, config.seed))
+    # Not before: torch broadcasts weights and persistent buffers from one device only.
+    _move_buffers(model, device)
     if module.value_head is not None:
         nn.init.zeros_(module.value_head.weight)
     return module.requires_grad_(False) if not is_trained else module

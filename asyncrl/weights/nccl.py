@@ -2,7 +2,7 @@
 
 Rank 0 of the trainer first gathers into a staging buffer with all other ranks. Sending between two gathers deadlocks:
 other ranks wait for a worker, and the worker can wait for them. A thread then sends while the trainer continues. It
-starts when the worker is ready, so no NCCL kernel waits on the GPU.
+starts when the worker is ready, so its kernels wait on the GPU for the next chunk only, and for no sampling.
 
 There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine. So each worker loads
 at its own time. If a worker dies, hangs or starts again, other workers are not affected. Each group has its own stream,

@@ -238,16 +238,19 @@ def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
 
     A layer keeps two norms of the hidden state, norms of queries and keys, queries, keys, values, the attention output
     with its sums, and four tensors of the feed-forward layer. With a mask keys and values are kept once per query head.
-    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again.
+    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again. A mixture keeps the
+    input and the output of each expert, too: grouped products need the one, gradients of the router's weights the other.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
-    beside = 16 * shape.hidden_size + 8 * shape.intermediate_size
+    routed = round(4 * shape.experts_per_token * shape.hidden_size)
+    beside = 16 * shape.hidden_size + 8 * shape.intermediate_size + routed
     if shape.needs_mask:
         return beside + 16 * queries + 6 * keys
     sums = 4 * (2 * shape.num_attention_heads + shape.num_key_value_heads + 2)
     if is_compiled:
-        return 8 * shape.hidden_size + 6 * shape.intermediate_size + 6 * (queries + keys) + sums
+        dense = 8 * shape.hidden_size + 6 * shape.intermediate_size
+        return dense + routed + 6 * (queries + keys) + sums
     return beside + 10 * (queries + keys) + sums
 
 

@@ -40,6 +40,8 @@ class ModelShape:
     """Parameters of all experts of mixtures."""
     expert_share: float = 1.0
     """Share of a layer's experts that compute one token, k of E."""
+    experts_per_token: float = 0.0
+    """Experts of a layer that compute one token, k, in the mean over layers; 0 without a mixture."""
     num_tensors: int = 0
     """Weights in its files. An engine loads them one by one, and each expert has its own."""
 
@@ -115,7 +117,8 @@ def read_shape(model_path: str) -> ModelShape:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = _layer_sizes(sizes)
     of_experts = [p for name, p in model.named_parameters() if _EXPERTS in name]
-    share = _experts_per_token(config) / len(of_experts[0]) if of_experts else 1.0
+    experts_per_token = _experts_per_token(config) if of_experts else 0.0
+    share = experts_per_token / len(of_experts[0]) if of_experts else 1.0
     named = itertools.chain(model.named_parameters(), named_persistent_buffers(model))
     heads = config.num_attention_heads
     (*_, head_dim) = head_sizes(config)
@@ -135,6 +138,7 @@ def read_shape(model_path: str) -> ModelShape:
         or not (model._supports_attention_backend and model._supports_sdpa),
         expert_parameters=sum(p.numel() for p in of_experts),
         expert_share=share,
+        experts_per_token=experts_per_token,
         num_tensors=sum(1 for _ in as_in_files(model, named)),
     )
 

@@ -41,15 +41,14 @@ class RoutedMicroBatch(MicroBatch):
 class Replay:
     """The routers of a model, which take recorded experts where there are any."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Hook the routers of a causal LM of a family that option.py lists."""
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Hook the routers of a causal LM of a family that option.py lists. It computes on `device`."""
         router_class = model.base_model._can_record_outputs["router_logits"].target_class
         self._routers = {
             int(re.search(r"layers\.(\d+)\.", name)[1]): module
             for name, module in model.named_modules()
             if isinstance(module, router_class)
         }
-        device = next(model.parameters()).device
         for router in self._routers.values():
             router.recorded = None
             router.counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -97,7 +96,7 @@ class Replaying(PolicyPlugin):
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         modules = {policy.module, policy.reference or policy.module}
-        self._replays = {module: Replay(module.model) for module in modules}
+        self._replays = {module: Replay(module.model, policy.device) for module in modules}
         self._num_bytes: dict[int, int] = {}
         """Size of each record that was packed since the last step, by its id; --certificate packs some twice."""
 

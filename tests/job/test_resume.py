@@ -285,7 +285,8 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
         (run / "checkpoints" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for num_ranks, ranks in (("1", []), ("4", ["--nproc-per-node", "4"])):
+    of_four = ["--nproc-per-node", "4", "--shutdown-timeout", "600"]
+    for num_ranks, ranks in (("1", []), ("4", of_four)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
         step, _, words = resume_command(run).partition(": ")
         launcher, *options, program, resume, path = shlex.split(words)
@@ -293,6 +294,10 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
         assert (resume, path) == ("--resume", str(run))
         assert Path(launcher).name == "torchrun"
         assert Path(program).samefile(ROOT / "train_async.py")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    of_nodes = "continue from step 12: the torchrun command of each node, with --resume "
+    assert resume_command(run) == f"{of_nodes}{shlex.quote(str(run))}"
+    monkeypatch.delenv("GROUP_WORLD_SIZE")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     launcher, *options = shlex.split(resume_command(run).partition(": ")[2])
     assert Path(launcher).name == "python" and options == [program, "--resume", str(run)]

@@ -27,8 +27,8 @@ from asyncrl.config import Config, OptimOptions
 from asyncrl.job.inputs import check_model
 from asyncrl.trainer.checkpoint_writer import training_state
 from asyncrl.trainer.lora import add_adapters, named_adapters
-from asyncrl.trainer.model import _read_model, compiles
-from asyncrl.trainer.sharding import gather
+from asyncrl.trainer.model import _read_model, compiles, load_model
+from asyncrl.trainer.sharding import gather, trainer_mesh
 from extras.trees.tree import bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,6 +45,21 @@ def test_offload_keeps_weights_in_host_memory(model):
     module = load(make_config(model, save_memory=("optimizer",))).module
     group = module._get_fsdp_state()._fsdp_param_group
     assert type(group.offload_policy).__name__ == "CPUOffloadPolicy"
+
+
+def test_offloaded_weights_are_filled_beside_their_buffers_which_then_move(model, monkeypatch):
+    fill = asyncrl.trainer.model._fill_from_rank_0
+
+    def check_and_fill(empty, *arguments):
+        tensors = [*empty.parameters(), *empty.buffers()]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        fill(empty, *arguments)
+
+    monkeypatch.setattr(asyncrl.trainer.model, "_fill_from_rank_0", check_and_fill)
+    config = make_config(model, save_memory=("optimizer",))
+    mesh = trainer_mesh(1, torch.device("cpu"))
+    filled = load_model(config, model, mesh, torch.device("meta")).model
+    assert {buffer.device.type for buffer in filled.buffers()} == {"meta"}
 
 
 # Compilation

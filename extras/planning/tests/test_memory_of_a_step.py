@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from asyncrl.config import Config
 from asyncrl.trainer.logprobs import TokenLogprobs
@@ -157,18 +157,47 @@ def test_compiled_layers_keep_of_a_token_what_was_counted(monkeypatch):
     """
     compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", compiled)
-    kept = kept_bytes(2) - kept_bytes(1)
+    one, two = (kept_bytes(config_of("0.6b", number, vocab_size=1000)) for number in (1, 2))
+    kept = two - one
     assert kept / FEW_TOKENS == pytest.approx(COMPILED_BYTES, rel=1e-3)
 
 
-def kept_bytes(num_layers: int) -> int:
-    """Return the bytes of activations that compiled layers keep of FEW_TOKENS for their backward pass."""
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_mixture_keeps_of_a_token_what_the_plan_has(is_compiled, tmp_path, monkeypatch):
+    """The indices of the routing are not in the plan: about 1 %."""
+    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compiled)
+    mixture_of(1).save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    assert shape.experts_per_token == 8
+    kept = [kept_bytes(mixture_of(number), is_compiled) for number in (1, 2)]
+    planned = saved_bytes_per_token(shape, is_compiled)
+    assert (kept[1] - kept[0]) / FEW_TOKENS == pytest.approx(planned, rel=0.015)
+
+
+def mixture_of(num_layers: int) -> Qwen3MoeConfig:
+    """Return a narrow Qwen3-MoE, of 16 experts."""
+    return Qwen3MoeConfig(
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=192,
+        num_experts=16,
+        num_experts_per_tok=8,
+        num_hidden_layers=num_layers,
+        vocab_size=1000,
+    )
+
+
+def kept_bytes(model_config, is_compiled: bool = True) -> int:
+    """Return the bytes of activations that layers keep of FEW_TOKENS for their backward pass."""
     model = AutoModelForCausalLM.from_config(
-        config_of("0.6b", num_layers, vocab_size=1000),
-        dtype=torch.bfloat16,
-        attn_implementation="varlen",
+        model_config, dtype=torch.bfloat16, attn_implementation="varlen"
     ).eval()
-    compile_layers(list(model.model.layers))
+    if is_compiled:
+        compile_layers(list(model.model.layers))
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

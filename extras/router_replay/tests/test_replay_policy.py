@@ -13,6 +13,7 @@ from tiny_policy import VERSION, load, make_config, random_sequences, save_tiny_
 from asyncrl.config import OptimOptions
 from asyncrl.job.inputs import check_model
 from extras.router_replay.option import FAMILIES
+from extras.router_replay.policy import Replaying
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 2
@@ -26,6 +27,14 @@ CASES = [
     ("olmoe", {}, {"algo": "gspo"}),
 ]
 """The model's family and options, and those of the step."""
+
+
+def test_counts_are_where_routers_compute_also_if_weights_are_in_host_memory(tmp_path):
+    path = save_tiny_family("qwen3_moe", str(tmp_path))
+    policy = load(make_config(path, router_replay=True, save_memory=("optimizer",)))
+    policy.device = torch.device("meta")  # weights stay on the CPU
+    (replay,) = Replaying(policy)._replays.values()
+    assert replay.take_counts().device.type == "meta"
 
 
 def with_experts(sequences, seed=0):
