@@ -238,8 +238,8 @@ def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
 
     A layer keeps two norms of the hidden state, norms of queries and keys, queries, keys, values, the attention output
     with its sums, and four tensors of the feed-forward layer. With a mask keys and values are kept once per query head.
-    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again. A mixture keeps the
-    input and the output of each expert, too: grouped products need the one, gradients of the router's weights the other.
+    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again. A mixture keeps inputs
+    and outputs of experts, too: grouped products need the one, gradients of the router's weights the other.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
