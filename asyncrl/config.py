@@ -281,7 +281,8 @@ class Config:
     minibatches: Annotated[AtLeastOne, REPLAY] = 1
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
-    """Proximal log-probs with several updates: a forward pass per step, or interpolated from behavior and current."""
+    """Proximal log-probs, if a step has several updates. `recompute` makes one more forward pass. `loglinear`
+    interpolates between those of the engine and the current ones."""
     centering: Annotated[bool, REPLAY] = False
     """Take from each token's gradient its mean under the policy that sampled: score centering, algos/centering.py. It
     needs top_logprobs, and a loss that weighs tokens one by one. With stale data it undoes the clip of `grpo`."""
