@@ -7,20 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.runlog.plain import escape
-
-
-def _to_number(scalar) -> int | float | bool:
-    """Return a scalar of numpy as a number of Python."""
-    return scalar.item()
-
-
-def _encode_line(record: dict) -> bytes:
-    """Return a record as a line of JSON, with null for NaN and infinities."""
-    try:
-        return msgspec.json.encode(record, enc_hook=_to_number) + b"\n"
-    except UnicodeEncodeError:
-        return msgspec.json.encode(escape(record, _to_number)) + b"\n"
+from asyncrl.runlog.plain import encode
 
 
 class RecordFile:
@@ -38,7 +25,7 @@ class RecordFile:
 
         Raises OSError, with the path, if it cannot be written.
         """
-        line = _encode_line(record)
+        line = encode(record, msgspec.json.encode) + b"\n"  # null for NaN and infinities
         with self._lock:
             if self._buffered is None:
                 self._write(line)
