@@ -55,7 +55,7 @@ def train_on(rank: "Leader | Follower") -> None:
     publisher.publish(rank.first_version)
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(rank.first_version + 1, config.steps + 1):
-            groups = rank.take_batch(step, engine_checker=publisher)  # checks engines, too
+            groups = rank.take_batch(step, publisher)  # checks engines, too
             share = share_batch(groups, step, policy, rank.cluster)  # advantages, too
             with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(share, policy_version=step - 1)
