@@ -34,10 +34,8 @@ class StepLog:
         self.rank = rank
         self.clock = rank.clock
         self.progress: Progress | None = None
-        self.tokens_before = 0
-        """Tokens that were generated until the last step."""
-        self.num_samples = 0
-        """Trajectories that were trained on until the last step."""
+        self.last_metrics: dict[str, float] = {}
+        """Metrics of the last step, on rank 0; empty before the first one."""
         self.reported = Failures()
         """Failures until the last look at them."""
         self.has_signal = False
@@ -47,11 +45,8 @@ class StepLog:
         """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
         if self.rank.cluster.is_first:
             self.progress = Progress(self.rank.config.steps)
-            if self.rank.first_version:
-                last = self.rank.run.last_metrics()
-                self.tokens_before = last.get("tokens/generated", 0)
-                self.num_samples = last.get("samples", 0)
-                self.has_signal = True
+            self.last_metrics = self.rank.run.last_metrics()
+            self.has_signal = self.rank.first_version > 0
         if self.rank.cluster.is_leader:
             self.reported = self.rank.controller.failures()
         self.clock.enter("other")
@@ -96,13 +91,12 @@ class StepLog:
             **stats,
             **time_metrics(account.spent),
         }
-        metrics["samples"] += self.num_samples
-        self.num_samples = metrics["samples"]
-        num_new = metrics["tokens/generated"] - self.tokens_before
+        metrics["samples"] += self.last_metrics.get("samples", 0)
+        num_new = metrics["tokens/generated"] - self.last_metrics.get("tokens/generated", 0)
         metrics |= speed_metrics(num_new, metrics["time/step_s"], self._count_gpus())
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
-        self.tokens_before = metrics["tokens/generated"]
+        self.last_metrics = metrics
         self.rank.run.log_metrics(metrics)
         for plugin in config.plugins:
             plugin.on_step(self.rank.run, metrics)
