@@ -154,19 +154,18 @@ def _imported_files(path: Path, folder: Path) -> Iterator[Path]:
         yield from [file] if file.is_file() else sorted((folder / name).rglob("*.py"))
 
 
-def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = None) -> Any:
+def load(text: str, option: str = "--task", shipped: Mapping[str, Any] = {}) -> Any:
     """Return the object of that name: `shipped` with this code, or FILE.py:NAME of user code.
 
     Raises ValueError, in one line, if the file is missing, lacks the name, or is called like another module. An error
     while the file is imported becomes a ValueError with its line.
     """
-    if shipped and text in shipped:
+    if text in shipped:
         return shipped[text]
     code = parse_user_code(text)
     if code is None:
-        known = ", ".join(shipped or {})
         raise ValueError(
-            f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
+            f"{option} {text!r} is none of {', '.join(shipped)}, nor FILE.py:NAME{nearest(text, shipped)}"
         )
     module = _module(text, option)
     if hasattr(module, code.name):

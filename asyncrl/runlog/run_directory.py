@@ -58,8 +58,11 @@ class RunDirectory:
         self.path = Path(config.runs_dir) / name
         is_new = resume_point is None
         if is_new:
-            _make_directory(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
+            check_is_free(self.path)
+            if self.path.exists():
+                shutil.rmtree(self.path)
+        # A node can be new in a resumed run.
+        self.path.mkdir(parents=True, exist_ok=not is_new)
         self._is_first = not node_folder
         self._resume_point = resume_point
         self._files = self._open()
@@ -189,23 +192,9 @@ class RunDirectory:
 def check_is_free(folder: Path) -> None:
     """Raise ValueError if the directory of a new run is taken."""
     if folder.exists() and not _ended_before_first_step(folder):
-        raise _taken(folder)
-
-
-def _taken(folder: Path) -> ValueError:
-    return ValueError(
-        f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
-    )
-
-
-def _make_directory(folder: Path) -> None:
-    """Make the directory of a new run. Raises ValueError if its name is taken."""
-    if _ended_before_first_step(folder):
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise _taken(folder) from None
+        raise ValueError(
+            f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
+        )
 
 
 def _ended_before_first_step(folder: Path) -> bool:
