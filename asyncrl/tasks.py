@@ -15,9 +15,6 @@ from asyncrl.config import Config, flag, read_arguments
 from data import TASKS
 from data.problem import Problem, Task, check_unicode
 
-MAX_REASON = 300
-"""Characters that an error quotes of foreign code's."""
-
 
 def load_task(config: Config) -> Task:
     """Return the task of a run, with its data.
@@ -109,10 +106,10 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
         raise ValueError(f"{place}{' '.join(str(error).splitlines())}") from error
     except Exception as error:
         # A template is foreign code, and the library tokenizers raises a plain Exception for an unknown word.
-        reason = " ".join(f"{type(error).__name__}: {error}".removeprefix("Exception: ").split())
+        reason = user_code.one_line(error).removeprefix("Exception: ")
         raise ValueError(
             f"{place}--model {config.model}: its tokenizer or chat template refuses {str(problem.prompt)[:60]!r} of "
-            f"--task {config.task} ({reason[:MAX_REASON]}); change prompt or system message, or take another --model"
+            f"--task {config.task} ({reason}); change prompt or system message, or take another --model"
         ) from error
 
 

@@ -30,7 +30,8 @@ from typing import Any
 from asyncrl import OUR_MODULES, PLACES
 from asyncrl.config import USER_CODE, Config, nearest
 
-_MAX_REASON = 300  # characters
+MAX_REASON = 300
+"""Characters that an error quotes of foreign code's."""
 
 
 @dataclass(frozen=True)
@@ -230,5 +231,9 @@ def _describe_error(error: BaseException, file: Path) -> str:
     for name, line in places:
         if Path(name).is_relative_to(file.parent) and "site-packages" not in name:
             where = f"{Path(name).name}, line {line}"
-    reason = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
-    return f"{where}: {reason[:_MAX_REASON]}"
+    return f"{where}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the text of an error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:MAX_REASON]
