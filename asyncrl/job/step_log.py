@@ -92,8 +92,7 @@ class StepLog:
             **time_metrics(account.spent),
         }
         metrics["samples"] += self.last_metrics.get("samples", 0)
-        num_new = metrics["tokens/generated"] - self.last_metrics.get("tokens/generated", 0)
-        metrics |= speed_metrics(num_new, metrics["time/step_s"], self._count_gpus())
+        metrics |= self.speed_metrics(metrics)
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
         self.last_metrics = metrics
@@ -106,10 +105,17 @@ class StepLog:
             self.rank.run.log_sample(**sample)
         self.progress.show(metrics)
 
-    def _count_gpus(self) -> int:
-        """Return the number of the run's GPUs; 0 with --listen, because GPUs of joined hosts are not known."""
-        is_known = self.rank.config.listen is None
-        return self.rank.placement.num_gpus * self.rank.cluster.num_nodes * is_known
+    def speed_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the tokens that are sampled per second in a step, and per second and GPU.
+
+        The latter is left out without GPUs, and with --listen, because GPUs of joined hosts are not known.
+        """
+        num_new = metrics["tokens/generated"] - self.last_metrics.get("tokens/generated", 0)
+        speed = {"rollout/tokens_per_s": num_new / metrics["time/step_s"]}
+        num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
+        if num_gpus and self.rank.config.listen is None:
+            speed["rollout/tokens_per_s_per_gpu"] = speed["rollout/tokens_per_s"] / num_gpus
+        return speed
 
     def _measure(self, step: int, groups: list[Group]) -> Measured:
         """Return this node's part of the metrics of all nodes."""
@@ -163,13 +169,6 @@ class StepLog:
                 "generation_config.json",
                 flush=True,
             )
-
-
-def speed_metrics(num_tokens: float, step_s: float, num_gpus: int) -> dict[str, float]:
-    """Return the tokens that are sampled per second, and per second and GPU if there are GPUs."""
-    rate = num_tokens / step_s
-    per_gpu = {"rollout/tokens_per_s_per_gpu": rate / num_gpus} if num_gpus else {}
-    return {"rollout/tokens_per_s": rate} | per_gpu
 
 
 def print_time_shares(rank: Follower | Leader) -> None:
