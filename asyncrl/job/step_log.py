@@ -13,7 +13,7 @@ from asyncrl.runlog.metrics import (
     merge_nodes,
     time_metrics,
 )
-from asyncrl.runlog.progress import Progress
+from asyncrl.runlog.progress import print_step
 from asyncrl.runlog.samples import choose_samples
 from asyncrl.runlog.time_ledger import describe, seconds
 from asyncrl.weights.stop_tokens import describe_stop_tokens
@@ -33,7 +33,6 @@ class StepLog:
     def __init__(self, rank: Follower | Leader):
         self.rank = rank
         self.clock = rank.clock
-        self.progress: Progress | None = None
         self.last_metrics: dict[str, float] = {}
         """Metrics of the last step, on rank 0; empty before the first one."""
         self.reported = Failures()
@@ -44,7 +43,6 @@ class StepLog:
     def __enter__(self) -> "StepLog":
         """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
         if self.rank.cluster.is_first:
-            self.progress = Progress(self.rank.config.steps)
             self.last_metrics = self.rank.run.last_metrics()
             self.has_signal = self.rank.first_version > 0
         if self.rank.cluster.is_leader:
@@ -57,8 +55,7 @@ class StepLog:
     def __exit__(self, *_) -> None:
         if self.rank.cluster.is_leader:
             self.print_failures("in the whole run", self.rank.controller.failures())
-        if self.progress is not None:
-            self.progress.close()
+        if self.rank.cluster.is_first:
             self.clock.take()
             self.rank.run.record_event("trainer_time", seconds=seconds(self.clock.total))
 
@@ -103,7 +100,7 @@ class StepLog:
             step, groups, self.rank.tokenizer.decode, self.rank.controller.ticket_source.answer
         ):
             self.rank.run.log_sample(**sample)
-        self.progress.show(metrics)
+        print_step(metrics, config.steps)
 
     def speed_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the tokens that are sampled per second in a step, and per second and GPU.
