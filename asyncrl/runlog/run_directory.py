@@ -124,9 +124,9 @@ class RunDirectory:
     def _write_header_and_start_tracker(self) -> None:
         """Write run.json, and begin or continue the run at a tracker."""
         step = None if self._resume_point is None else self._resume_point.step
-        header = write_header(self.path / "run.json", self._header, step)
+        write_header(self.path / "run.json", self._header, step)
         if self._is_first:
-            given = (self._config_as_given, self.path, header["wandb_id"], step)
+            given = (self._config_as_given, self.path, self.run_id, step)
             trackers = (plugin.start_tracker(*given) for plugin in self.config.plugins)
             self._tracker = last_given(trackers, None)
 
