@@ -206,7 +206,7 @@ class RolloutWorker:
     def flush(self) -> None:
         finished, self._finished = self._finished, []
         if finished:
-            self.connection.send(Finished(finished, self.proxy.activity.report_if_due()))
+            self.connection.send(Finished(finished, self.proxy.activity.report()))
 
     def start(self, coroutine) -> asyncio.Task:
         """Start a task. The first task that fails ends the worker."""

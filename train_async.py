@@ -26,12 +26,12 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
     Rollout workers run `worker_main(spec, connection)`, by default rollout.run_worker.
     """
     from asyncrl.job.assemble import start_node, start_rank
-    from asyncrl.job.step_log import print_time_shares
+    from asyncrl.job.step_log import finish_run
     from rollout import run_worker
 
     with start_rank(config) as bare_rank, start_node(bare_rank, worker_main or run_worker) as rank:
         train_on(rank)
-    print_time_shares(rank)
+    finish_run(rank)
 
 
 def train_on(rank: "Leader | Follower") -> None:
@@ -55,7 +55,7 @@ def train_on(rank: "Leader | Follower") -> None:
     publisher.publish(rank.first_version)
     with StepLog(rank) as log, checkpoints:  # from here on a signal lets the step end
         for step in range(rank.first_version + 1, config.steps + 1):
-            groups = rank.take_batch(step, engine_checker=publisher)  # checks engines, too
+            groups = rank.take_batch(step, publisher)  # checks engines, too
             share = share_batch(groups, step, policy, rank.cluster)  # advantages, too
             with checkpoints.keep_failed_batch(step, groups):
                 stats = policy.train_step(share, policy_version=step - 1)

@@ -163,7 +163,7 @@ class Finished:
 
     trajectories: list[Trajectory]
     activity: ActivityReport | None
-    """None without news."""
+    """None from a worker without a time ledger."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ asyncrl/controller/controller.py has the death of a worker, and cancellation.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -70,20 +70,10 @@ def slice_columns(record: TokenColumns, where: slice | np.ndarray) -> dict[str, 
     return {name: values[where] for name, values in columns.items() if values is not None}
 
 
-def join_columns(parts: Iterable[TokenColumns]) -> dict[str, np.ndarray]:
-    """Return the concatenated columns of several records, by name.
-
-    Raises RuntimeError if a record lacks a column of another one.
-    """
-    columns = [slice_columns(part, slice(None)) for part in parts]
-    empty = {name: np.zeros(0, DTYPES[name]) for name in DTYPES if name not in OPTIONAL_COLUMNS}
-    names = columns[0] if columns else empty
-    if any(part.keys() != names.keys() for part in columns):
-        raise RuntimeError(
-            f"the parts of a response have different columns: {[list(part) for part in columns]}; a part from a "
-            "checkpoint lacks a column that was added since, so begin a new run"
-        )
-    return {name: np.concatenate([part[name] for part in columns or [empty]]) for name in names}
+def join_columns(parts: Sequence[TokenColumns]) -> dict[str, np.ndarray]:
+    """Return the columns of records that follow each other, by name. Raises RuntimeError as `spread_columns`."""
+    *starts, length = itertools.accumulate((len(part.policy_versions) for part in parts), initial=0)
+    return spread_columns(zip(starts, parts, strict=True), length)
 
 
 def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> dict[str, np.ndarray]:
@@ -101,7 +91,10 @@ def spread_columns(parts: Iterable[tuple[int, TokenColumns]], length: int) -> di
         if not known and name in OPTIONAL_COLUMNS:
             continue
         if sum(len(values) > 0 for _, values in known) < num_sampled:
-            raise RuntimeError(f"only some turns of a response have the column {name}")
+            raise RuntimeError(
+                f"only some parts of a response have the column {name}; a part from a checkpoint lacks a column that "
+                "was added since, so begin a new run"
+            )
         shape = known[0][1].shape[1:] if known else ()
         spread[name] = np.full((length, *shape), field_.metadata["off_mask"], DTYPES[name])
         for start, values in known:

@@ -1,5 +1,6 @@
 """The task of a run, from --task and --task-args: content of data/, or user code."""
 
+import contextlib
 import functools
 import inspect
 import queue
@@ -13,10 +14,6 @@ from asyncrl import user_code
 from asyncrl.config import Config, flag, read_arguments
 from data import TASKS
 from data.problem import Problem, Task, check_unicode
-from data.tables import RowTask
-
-MAX_REASON = 300
-"""Characters that an error quotes of foreign code's."""
 
 
 def load_task(config: Config) -> Task:
@@ -24,8 +21,8 @@ def load_task(config: Config) -> Task:
 
     Raises ValueError, in one line, for a wrong name or argument, unreadable data, and errors of user code.
     """
-    task = prepare_task(config)()
-    return LimitedTask(config, task) if user_code.is_user_code(config.task) else task
+    make_task = prepare_task(config)
+    return UserTask(config, make_task) if user_code.is_user_code(config.task) else make_task()
 
 
 def prepare_task(config: Config) -> Callable[[], Task]:
@@ -37,9 +34,9 @@ def prepare_task(config: Config) -> Callable[[], Task]:
     name, task_args = config.task, config.task_args
     task_class = _task_class(name)
     given = {"seed": config.seed, "data_path": config.data_path}
-    if user_code.is_user_code(name):
-        return functools.partial(UserTask, name, with_arguments(task_class, name, task_args, given))
-    return with_arguments(task_class, name, task_args, given | {"name": name.partition(":")[2]})
+    if not user_code.is_user_code(name):
+        given["name"] = name.partition(":")[2]
+    return with_arguments(task_class, name, task_args, given)
 
 
 def with_arguments(
@@ -109,38 +106,83 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
         raise ValueError(f"{place}{' '.join(str(error).splitlines())}") from error
     except Exception as error:
         # A template is foreign code, and the library tokenizers raises a plain Exception for an unknown word.
-        reason = " ".join(f"{type(error).__name__}: {error}".removeprefix("Exception: ").split())
+        reason = user_code.one_line(error).removeprefix("Exception: ")
         raise ValueError(
             f"{place}--model {config.model}: its tokenizer or chat template refuses {str(problem.prompt)[:60]!r} of "
-            f"--task {config.task} ({reason[:MAX_REASON]}); change prompt or system message, or take another --model"
+            f"--task {config.task} ({reason}); change prompt or system message, or take another --model"
         ) from error
 
 
 class UserTask(Task):
-    """A task of user code. Its errors and its wrong return values become a ValueError with file and line."""
+    """A task of user code. Its problems and prompts must come in time, and its errors become a ValueError.
 
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        self._name = name
-        with user_code.errors_as_value_error(name):
+    A call that hangs would keep the controller's lock, and the run could not end. An error or a wrong return value of a
+    single-turn task gets file and line. Tasks of several turns describe errors of user code themselves.
+    """
+
+    def __init__(self, config: Config, make: Callable[[], Any]) -> None:
+        self._config = config
+        describe_errors = functools.partial(user_code.errors_as_value_error, config.task)
+        if config.is_multi_turn:
+            describe_errors = contextlib.nullcontext
+        with describe_errors():
             self._task = make()
-        if isinstance(self._task, RowTask):
+        if isinstance(self._task, Task):
             self.rows, self.summary = self._task.rows, self._task.summary
+        self._calls = queue.SimpleQueue()
+        # A daemon thread: one that hangs keeps no process from ending.
+        threading.Thread(
+            target=_answer_calls, args=(self._calls, describe_errors), name="task", daemon=True
+        ).start()
 
     def train_problem(self, index: int) -> Problem:
-        with user_code.errors_as_value_error(self._name):
+        def read() -> Problem:
             return _check_problem(self._task.train_problem(index), "train_problem")
 
+        return self._within("env_timeout_s", f"problem {index}", read)
+
     def eval_problems(self, count: int) -> list[Problem]:
-        with user_code.errors_as_value_error(self._name):
+        def read() -> list[Problem]:
             problems = islice(self._task.eval_problems(count), count)
             return [_check_problem(problem, "eval_problems") for problem in problems]
+
+        return self._within("timeout_s", "eval_problems", read)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Return token ids of the prompt, by the task's encode_prompt if it has one, else through the chat template."""
         if not hasattr(self._task, "encode_prompt"):
             return super().encode_prompt(problem, tokenizer)
-        with user_code.errors_as_value_error(self._name):
+
+        def encode_by_task() -> list[int]:
             return [int(token) for token in self._task.encode_prompt(problem, tokenizer)]
+
+        seed = problem.environment_seed
+        what = f"the prompt of {repr(problem.prompt)[:60] if seed is None else f'seed {seed}'}"
+        return self._within("env_timeout_s", what, encode_by_task)
+
+    def _within(self, option: str, what: str, function: Callable[[], Any]) -> Any:
+        """Return the result of a function within the seconds of an option. Raises ValueError after that time."""
+        limit_s = getattr(self._config, option)
+        result: Future = Future()
+        self._calls.put((result, function))
+        try:
+            return result.result(limit_s)
+        except TimeoutError:
+            raise ValueError(
+                f"--task {self._config.task}: {what} is not there after {limit_s:g} s; fix it, or "
+                f"raise --{flag(option)} if it is only slow"
+            ) from None
+
+
+def _answer_calls(calls: queue.SimpleQueue, describe_errors: Callable) -> None:
+    """Answer calls of user code one after the other, for ever."""
+    while True:
+        result, function = calls.get()
+        try:
+            with describe_errors():
+                result.set_result(function())
+        except BaseException as error:  # foreign code may raise anything
+            result.set_exception(error)
 
 
 def _check_problem(problem: Any, method: str) -> Problem:
@@ -152,54 +194,3 @@ def _check_problem(problem: Any, method: str) -> Problem:
         )
     check_unicode(problem)
     return problem
-
-
-class LimitedTask(Task):
-    """A task of user code, whose problems and prompts must come in time.
-
-    A call that hangs would keep the controller's lock, and the run could not end.
-    """
-
-    def __init__(self, config: Config, task: Task) -> None:
-        self._config, self._task = config, task
-        self.rows, self.summary = task.rows, task.summary
-        self._calls = queue.SimpleQueue()
-        # A daemon thread: one that hangs keeps no process from ending.
-        threading.Thread(
-            target=_answer_calls, args=(self._calls,), name="task", daemon=True
-        ).start()
-
-    def train_problem(self, index: int) -> Problem:
-        what = f"problem {index}"
-        return self._within("env_timeout_s", what, self._task.train_problem, index)
-
-    def eval_problems(self, count: int) -> list[Problem]:
-        return self._within("timeout_s", "eval_problems", self._task.eval_problems, count)
-
-    def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
-        seed = problem.environment_seed
-        what = f"the prompt of {repr(problem.prompt)[:60] if seed is None else f'seed {seed}'}"
-        return self._within("env_timeout_s", what, self._task.encode_prompt, problem, tokenizer)
-
-    def _within(self, option: str, what: str, function: Callable, *arguments) -> Any:
-        """Return the result of a function within the seconds of an option. Raises ValueError after that time."""
-        limit_s = getattr(self._config, option)
-        result: Future = Future()
-        self._calls.put((result, function, arguments))
-        try:
-            return result.result(limit_s)
-        except TimeoutError:
-            raise ValueError(
-                f"--task {self._config.task}: {what} is not there after {limit_s:g} s; fix it, or "
-                f"raise --{flag(option)} if it is only slow"
-            ) from None
-
-
-def _answer_calls(calls: queue.SimpleQueue) -> None:
-    """Answer calls of user code one after the other, for ever."""
-    while True:
-        result, function, arguments = calls.get()
-        try:
-            result.set_result(function(*arguments))
-        except BaseException as error:  # foreign code may raise anything
-            result.set_exception(error)

@@ -30,7 +30,8 @@ from typing import Any
 from asyncrl import OUR_MODULES, PLACES
 from asyncrl.config import USER_CODE, Config, nearest
 
-_MAX_REASON = 300  # characters
+MAX_REASON = 300
+"""Characters that an error quotes of foreign code's."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +155,18 @@ def _imported_files(path: Path, folder: Path) -> Iterator[Path]:
         yield from [file] if file.is_file() else sorted((folder / name).rglob("*.py"))
 
 
-def load(text: str, option: str = "--task", shipped: Mapping[str, Any] | None = None) -> Any:
+def load(text: str, option: str = "--task", shipped: Mapping[str, Any] = {}) -> Any:
     """Return the object of that name: `shipped` with this code, or FILE.py:NAME of user code.
 
     Raises ValueError, in one line, if the file is missing, lacks the name, or is called like another module. An error
     while the file is imported becomes a ValueError with its line.
     """
-    if shipped and text in shipped:
+    if text in shipped:
         return shipped[text]
     code = parse_user_code(text)
     if code is None:
-        known = ", ".join(shipped or {})
         raise ValueError(
-            f"{option} {text!r} is none of {known}, nor FILE.py:NAME{nearest(text, shipped or {})}"
+            f"{option} {text!r} is none of {', '.join(shipped)}, nor FILE.py:NAME{nearest(text, shipped)}"
         )
     module = _module(text, option)
     if hasattr(module, code.name):
@@ -231,5 +231,9 @@ def _describe_error(error: BaseException, file: Path) -> str:
     for name, line in places:
         if Path(name).is_relative_to(file.parent) and "site-packages" not in name:
             where = f"{Path(name).name}, line {line}"
-    reason = " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())
-    return f"{where}: {reason[:_MAX_REASON]}"
+    return f"{where}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the text of an error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:MAX_REASON]

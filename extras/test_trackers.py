@@ -40,7 +40,7 @@ def test_wandb_continues_in_the_same_run(resumed_run):
     path = resumed_run(tracker="wandb", tracker_mode="offline")
     folders = (path / "wandb").glob("offline-run-*")
     ids = {re.match(r"offline-run-\w+-(\w+)", folder.name)[1] for folder in folders}
-    assert ids == {json.loads((path / "run.json").read_text())["wandb_id"]}
+    assert ids == {json.loads((path / "run.json").read_text())["run_id"]}
 
 
 def test_wandb_without_a_key_is_refused_in_one_line(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command(tracker, mo
 def test_the_database_of_trackio_has_each_step_once(resumed_run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     path = resumed_run(tracker="trackio", tracker_project="mine")
-    run_id = json.loads((path / "run.json").read_text())["wandb_id"]
+    run_id = json.loads((path / "run.json").read_text())["run_id"]
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio/mine.db")) as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step")
         points = [(name, step, json.loads(metrics)) for name, step, metrics in rows]

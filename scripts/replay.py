@@ -19,7 +19,6 @@ problems with its last weights, give scripts/evaluate.py this directory.
 import os
 import sys
 import time
-from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,7 +156,7 @@ def train(recording: Recording, rank, policy, run) -> None:
 
     The leader has the records of the replay, `run`; other ranks have None.
     """
-    from asyncrl.runlog.progress import Progress
+    from asyncrl.runlog.progress import print_step
     from asyncrl.trainer.batch import share_batch
     from asyncrl.trainer.weight_files import save_weights
 
@@ -167,24 +166,23 @@ def train(recording: Recording, rank, policy, run) -> None:
         run.record_event("replay", of=str(recording.path), weights_sha256=recording.weights_sha256)
     clock.enter("other")
     clock.take()
-    with closing(Progress(config.steps)) if run else nullcontext() as progress:
-        for step in range(recording.first_step, config.steps + 1):
-            clock.enter("wait")
-            groups = read_batch(batch_path(recording.path, step), step) if run else None
-            share = share_batch(groups, step, policy, rank.cluster)
-            stats = policy.train_step(share, policy_version=step - 1)
-            num_samples += stats["samples"]
-            clock.enter("other")
-            if run is not None:
-                account = clock.take()
-                metrics = metrics_of(config, step, groups, stats, account)
-                metrics["samples"] = num_samples
-                run.record_event("step", step=step, spans=account.spans_s)
-                run.log_metrics(metrics)
-                progress.show(metrics)
-            if config.is_due(step, config.save_every):
-                clock.enter("save")
-                save_weights(policy, str(run.checkpoint_path(step)) if run else "")
+    for step in range(recording.first_step, config.steps + 1):
+        clock.enter("wait")
+        groups = read_batch(batch_path(recording.path, step), step) if run else None
+        share = share_batch(groups, step, policy, rank.cluster)
+        stats = policy.train_step(share, policy_version=step - 1)
+        num_samples += stats["samples"]
+        clock.enter("other")
+        if run is not None:
+            account = clock.take()
+            metrics = metrics_of(config, step, groups, stats, account)
+            metrics["samples"] = num_samples
+            run.record_event("step", step=step, spans=account.spans_s)
+            run.log_metrics(metrics)
+            print_step(metrics, config.steps)
+        if config.is_due(step, config.save_every):
+            clock.enter("save")
+            save_weights(policy, str(run.checkpoint_path(step)) if run else "")
 
 
 def metrics_of(

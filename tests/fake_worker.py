@@ -310,7 +310,7 @@ class FakeWorker:
         if is_merged and self.outbox and isinstance(self.outbox[-1], Finished):
             earlier = self.outbox.pop()
             ended, report = [*earlier.trajectories, *ended], earlier.activity
-        self.outbox.append(Finished(ended, report or self.activity.report_if_due()))
+        self.outbox.append(Finished(ended, report or self.activity.report()))
 
     def _trajectory(self, episode, reason):
         """The answer `ok` is always right, and any other in half of all cases."""

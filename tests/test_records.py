@@ -59,5 +59,5 @@ def test_a_turn_that_is_aborted_before_its_first_token_has_no_likeliest_tokens()
     assert columns["top_ids"].shape == (9, 4)
     assert columns["top_ids"][2:5].all() and columns["top_ids"].sum() == 12
     assert "top_ids" not in spread_columns([(2, aborted)], 9)
-    with pytest.raises(RuntimeError, match="only some turns of a response have the column top_ids"):
+    with pytest.raises(RuntimeError, match="only some parts of a response have the column top_ids"):
         spread_columns([(2, turn(3, num_top=4)), (5, turn(2, num_top=0))], 9)

@@ -1,9 +1,11 @@
-"""The command line of a run, read by tyro from the options that Config declares.
+"""The command line of a run, read by argparse from the options that Config declares.
 
 User code (FILE.py:NAME) is found and tried here, before slow parts start. --help is printed here, too, with a title for
 each section of Config.
 """
 
+import argparse
+import functools
 import itertools
 import json
 import os
@@ -13,10 +15,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypedDict
-
-import tyro
-from tyro import _errors as parse_errors
+from typing import Annotated, Any
 
 from asyncrl import extras, user_code
 from asyncrl.config import (
@@ -24,7 +23,6 @@ from asyncrl.config import (
     RENAMED,
     SPLIT,
     Config,
-    Option,
     allowed_values,
     flag,
     nearest,
@@ -76,6 +74,7 @@ WORDS_OF_OTHER_PROJECTS = {
         "ppo-micro-batch-size-per-gpu"
     ),
     "--max-tokens-per-microbatch N": "max-tokens-per-gpu ppo-max-token-len-per-gpu",
+    "--optim.warmup-steps VALUE": "warmup",
     "--optim.epochs N": "num-iterations ppo-epochs max-epochs",
     "--steps N": "max-steps total-training-steps num-rollout",
     "--steps N, each of --groups-per-step prompts": "num-train-epochs total-epochs num-episodes",
@@ -122,7 +121,7 @@ WORDS_OF_OTHER_PROJECTS = {
     "--runs-dir FOLDER": "output-dir save-path default-local-dir",
     "--run-name NAME": "experiment-name exp-name",
     "--tracker NAME": "report-to logger",
-    "--tracker wandb": "wandb use-wandb",
+    "--tracker wandb": "use-wandb",
     "--tracker-project NAME": "project-name",
 }
 """Words of this command line, with the options of TRL, verl, slime, prime-rl, OpenRLHF and AReaL that mean them."""
@@ -132,27 +131,8 @@ OPTIONS_OF_OTHER_PROJECTS = {
     for option in options.split()
 }
 """Options of other projects, with the words for them here. They can follow the names of sections and a dot."""
-ALL_OPTIONS = OPTIONS | {option.name: option for option in options_of(Command)}
-MAY_BE_UNSET = [
-    option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
-]
-"""Switches that are also neither on nor off."""
-NEW_WORDS = {
-    switch(old, is_on): switch(new, is_on)
-    for old, new in RENAMED.items()
-    for is_on in (True, False)
-}
-"""Words of the last release, with the words of today."""
-
-
-def _text_type(option: Option) -> Any:
-    """Return the type that tyro reads of an option: a switch, or texts. msgspec converts texts once all are known."""
-    kind: Any = str
-    if option.is_switch and option.default is not None:
-        kind = bool
-    elif option.is_list:
-        kind = list[str]
-    return Annotated[kind, tyro.conf.arg(name=option.flag.removeprefix("--"))]
+COMMANDS = {option.name: option for option in options_of(Command)}
+ALL_OPTIONS = OPTIONS | COMMANDS
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -191,59 +171,74 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
 
 
 def _read_words(args: list[str] | None) -> dict[str, Any]:
-    """Return the texts of a command line, by the names of options. With --help print the help, and exit.
-
-    A switch is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
-    """
-    args = with_home_folder(sys.argv[1:] if args is None else args)
-    words = [_todays_word(word) for word in args if word not in ("-h", "--help")]
-    names = [flag(word.partition("=")[0]) for word in words]
-    for option in ALL_OPTIONS.values():
-        if option.is_list and names.count(option.flag) > 1:
-            raise ValueError(f"{option.flag} is given twice; put all its values behind one")
-    # Only given options have a key: defaults that depend on other options are chosen later.
-    # tyro is slow to describe all options.
-    kinds = {old: str for old in SPLIT if f"--{flag(old)}" in names} | {
-        name: _text_type(option)
-        for name, option in ALL_OPTIONS.items()
-        if option.flag in names or switch(name, False) in names
-    }
-    with parse_errors.on_parse_error(_refuse):
-        texts = tyro.cli(TypedDict("GIVEN", kinds, total=False), args=words, add_help=False)
-    given = {name: None if text == "None" else text for name, text in texts.items()}
+    """Return the texts of a command line, by the names of options. With --help print the help, and exit."""
+    args = sys.argv[1:] if args is None else args
+    words = [word for word in args if word not in ("-h", "--help")]
+    given = _parse(words)
     if len(words) < len(args):
         print(_help_for(given.get("algo")))
         raise SystemExit(0)
-    for old in SPLIT.keys() & given.keys():
-        new_options = with_new_names({old: given[old]}).items()
-        new_words = " ".join(f"{OPTIONS[name].flag} {value}" for name, value in new_options)
-        print(f"warning: --{flag(old)} {given[old]} is {new_words} now", file=sys.stderr)
-    return with_new_names(given)
+    return given
 
 
-def _todays_word(word: str) -> str:
-    """Return a word of the command line for tyro: a name of the last release becomes the name of today. A switch that
-    can be unset, for example `--compile`, gets its value as text."""
+def _parse(words: list[str]) -> dict[str, Any]:
+    """Return the texts of words by the names of options. Warns of names of the last release.
+
+    A switch without a value is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
+    """
+    words = [_with_dashes(word) for word in with_home_folder(words)]
+    names = [word.partition("=")[0] for word in words]
+    for option in ALL_OPTIONS.values():
+        if option.is_list and names.count(option.flag) > 1:
+            raise ValueError(f"{option.flag} is given twice; put all its values behind one")
+    try:
+        texts, unknown = _make_parser().parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name} {error.message}") from None
+    if unknown:
+        raise ValueError(_unknown_option_error(unknown[0]))
+    given = {name: None if text == "None" else text for name, text in vars(texts).items()}
+    old = {name: given.pop(name) for name in [*given] if name not in ALL_OPTIONS}
+    for name, value in old.items():
+        new_options = with_new_names({name: value}).items()
+        new_words = " ".join(f"{OPTIONS[new].flag} {new_value}" for new, new_value in new_options)
+        print(f"warning: --{flag(name)} {value} is {new_words} now", file=sys.stderr)
+    return with_new_names(old) | given
+
+
+def _with_dashes(word: str) -> str:
+    """Return a word of the command line with dashes in the name of its option."""
     name, sign, value = word.partition("=")
-    new = NEW_WORDS.get(name.replace("_", "-"))
-    if new is not None:
-        print(f"warning: {name} is {new} now", file=sys.stderr)
-        return f"{new}{sign}{value}"
-    for option in MAY_BE_UNSET:
-        for is_on in (True, False):
-            if word == switch(option.name, is_on):
-                return f"{option.flag}={is_on}"
-    return word
+    return f"{flag(name)}{sign}{value}" if word.startswith("--") else word
 
 
-def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
-    """Raise ValueError with one line in place of the box that tyro would print."""
-    if isinstance(event, parse_errors.UnrecognizedArgs):
-        raise ValueError(_unknown_option_error(event.tokens[0]))
-    name = event.argument.lowered.name_or_flags[-1]
-    if name.removeprefix("--") in SPLIT:
-        raise ValueError(_unknown_option_error(name))
-    raise ValueError(f"{name} expected one argument")
+@functools.cache
+def _make_parser() -> argparse.ArgumentParser:
+    """Return a parser that gives texts. msgspec converts them once all are known.
+
+    It knows the names of the last release, too. Only given options have a text: defaults that depend on other options
+    are chosen later.
+    """
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, option in (ALL_OPTIONS | {old: OPTIONS[new] for old, new in RENAMED.items()}).items():
+        how: dict[str, Any] = {}
+        if option.is_list:
+            how = {"nargs": "*"}
+        elif option.is_switch:
+            # An option of a run can also have a value: `--compile=None`.
+            how = (
+                {"nargs": "?", "const": True} if name not in COMMANDS else {"action": "store_true"}
+            )
+            parser.add_argument(switch(name, False), dest=name, action="store_false")
+        parser.add_argument(f"--{flag(name)}", dest=name, **how)
+    for name in SPLIT:
+        parser.add_argument(f"--{flag(name)}", dest=name, nargs="?", const="")
+    return parser
 
 
 def _help_for(algo: str | None) -> str:
@@ -304,18 +299,16 @@ def _read_config_file(path: str) -> dict[str, Any]:
         raise ValueError(
             f"--config {path}: {error}; give a TOML file with options, or a run.json"
         ) from None
-    options = {}
+    options: dict[str, Any] = {}
     for key, value in keys:
         try:
-            for name, new_value in with_new_names({key.replace("-", "_"): value}).items():
-                if name in ALL_OPTIONS.keys() - OPTIONS.keys():
-                    raise ValueError(f"--{flag(name)} belongs on the command line")
-                if name not in OPTIONS:
-                    raise ValueError(_unknown_option_error(f"--{flag(name)}"))
-                options[name] = _value_as_given(OPTIONS[name], new_value)
-                Config.from_dict({name: options[name]})
+            if key.replace("-", "_") in COMMANDS:
+                raise ValueError(f"--{flag(key)} belongs on the command line")
+            given = _parse(_words_of(key, value))
+            Config.from_dict(given)
         except ValueError as error:
             raise ValueError(f"--config {path}: {key}: {error}") from None
+        options |= given
     return options
 
 
@@ -328,16 +321,11 @@ def _keys_of(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _value_as_given(option: Option, value: Any) -> Any:
-    """Return a value of a file as the command line would give it: "None" unsets, and `~` is the home folder."""
-    if isinstance(value, str):
-        (value,) = with_home_folder([value])
-        if value == "None":
-            return None
-        return [value] if option.is_list else value
+def _words_of(key: str, value: Any) -> list[str]:
+    """Return the words of the command line that give an option the value that it has in a file."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return with_home_folder(value)
-    return value
+        return [f"--{key}", *value]
+    return [f"--{key}={value}"]
 
 
 def as_toml(config: Config) -> str:
@@ -377,9 +365,8 @@ def _unknown_option_error(token: str) -> str:
     name = token.partition("=")[0].replace("_", "-")
     word = name.strip("-")
     hint = nearest(name, (option.flag for option in ALL_OPTIONS.values()))
-    old_names = {new: old for old, new in RENAMED.items()}
     for option in OPTIONS.values():
-        if option.flag.endswith(f".{word}") or old_names.get(option.name, "").endswith(f".{word}"):
+        if option.flag.endswith(f".{word}"):
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in option.text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"

@@ -18,7 +18,6 @@ class EngineCheck:
         self._leader = leader
         dtype = leader.config.dtype_on(leader.device.type)
         self._allowed = ALLOWED_MISMATCH[dtype]
-        self._rounds = dtype != "float32"
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
@@ -90,13 +89,9 @@ class EngineCheck:
         least, worker = min(surety, default=(0.0, 0))
         if least > SURE:
             return
-        reason = "it compares versions from the third on, so a longer run tells"
-        if least:
-            reason = (
-                f"a version changed log-probs too little beside rounding ({least:.1f} standard errors, {SURE:g} are "
-                f"needed); more steps{' or --dtype float32' * self._rounds} may tell"
-            )
         print(
-            f"the probe cannot tell whether weights came to worker {worker} in time or a version late: {reason}",
+            f"the probe cannot tell whether weights came to worker {worker} in time or a version late: it compares "
+            f"versions from the third on, and has {least:.1f} standard errors, of which {SURE:g} are needed; more "
+            "steps may tell, and --dtype float32 rounds least",
             flush=True,
         )

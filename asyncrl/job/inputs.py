@@ -37,10 +37,6 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
     held_out = []
     if config.eval_every and cluster.is_first:
         held_out = task.eval_problems(config.eval_problems)
-    if 0 < len(held_out) < config.eval_problems:
-        print(
-            f"held-out problems: {len(held_out)}, all that there are; --eval-problems {config.eval_problems}"
-        )
     prompts = PromptSource(
         train_problem=task.train_problem,
         eval_problems=held_out,

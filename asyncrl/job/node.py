@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,20 +33,11 @@ from asyncrl.weights.shm import ShmTransport
 from asyncrl.weights.transport import ParameterSpec, Transport
 
 if TYPE_CHECKING:
-    from asyncrl.trainer.policy import Policy
+    from asyncrl.job.publisher import Publisher
 
 
 class NobodySamples(Exception):
     """The run is asked to stop, and a node that waits for a batch has no worker."""
-
-
-class EngineChecker(Protocol):
-    """Compares engines with the policy; see asyncrl/job/publisher.py."""
-
-    policy: "Policy"
-
-    def check_engines(self, step: int) -> None:
-        """Compare what engines have scored since the last call with the policy's log-probs."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,7 @@ class Follower(Rank):
 
     model_path: str
 
-    def take_batch(self, step: int, engine_checker: EngineChecker) -> None:
+    def take_batch(self, step: int, publisher: "Publisher") -> None:
         """Wait with the leader, which has the groups of the step; see Leader."""
         with self.wait_together():
             pass
@@ -177,18 +168,17 @@ class Leader(Rank):
                 layer.register_forward_pre_hook(divide_cores)
                 layer.register_full_backward_pre_hook(divide_cores)
 
-    def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group]:
+    def take_batch(self, step: int, publisher: "Publisher") -> list[Group]:
         """Wait for the groups that this node trains on in a step; collective.
 
-        `engine_checker` is the publisher. It compares the engines' scores with the policy's before a step trains on
-        their samples.
+        The publisher compares the engines' scores with the policy's before a step trains on their samples.
         Raises CannotContinue on all ranks, before any node consumes groups, if rollout has ended on a node.
         """
         self.clock.enter("wait")
         with self.wait_together():
             group_ids = self.controller.wait_for_batch()
         groups = self.controller.consume_batch(group_ids)
-        engine_checker.check_engines(step)
+        publisher.check_engines(step)
         self.on_batch(step, groups)
         return groups
 

@@ -3,7 +3,7 @@
 The calls of a version, from the trainer to the metrics:
 
 1. `train_on` → `Publisher.publish` → `Probe.score`, `check_engines` → `stage_and_announce`.
-2. `_hold_back`, with publish_delay only. All later calls then have an older version.
+2. `_choose_weights`. With publish_delay all later calls have an older version.
 3. `Controller.stage` → `Transport.stage` → `write`: weights are copied into a buffer that no worker reads.
 4. `Controller.announce_or_defer` → `announce` → `Announcements.send_to_workers` → `Worker.load` → `send_update`.
 5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights` → `_load`, which sets the stamp → in vLLM's
@@ -47,16 +47,13 @@ class Publisher:
         they are read: while a leader copies them, and in a follower's `gather_only`.
         """
         self.rank.clock.enter("publish")
-        self._score_probe(trainer_version, probe_source)
+        probe = self.rank.probe
+        if trainer_version:
+            probe.choose(probe_source, self.policy, self.rank.cluster)
+        # Engines must match the trainer's scores of the version.
+        probe.score(self.policy, trainer_version)
         self.check_engines(trainer_version)
         self.stage_and_announce(trainer_version, self.policy.sent_parameters())
-
-    def _score_probe(self, version: int, probe_source: list[Group] | None) -> None:
-        """Make the trainer's scores of the version, which engines must match. The probe is chosen once; collective."""
-        probe = self.rank.probe
-        if version:
-            probe.choose(probe_source, self.policy, self.rank.cluster)
-        probe.score(self.policy, version)
 
     def stage_and_announce(self, trainer_version: int, lazy_weights: Weights) -> None:
         """Gather the policy's weights; collective. A leader also stages and announces weights.
@@ -127,32 +124,23 @@ class LeadingPublisher(Publisher):
         )
 
     def _choose_weights(self, trainer_version: int, lazy_weights: Weights) -> VersionedWeights:
-        """Return the version to announce, and its weights.
+        """Return the version to announce, and its weights: lazy ones, or copies on the CPU that were held back.
 
-        They are gathered when they are read, or copies that were held back. After the last step no version follows, so
-        the newest is announced at once. Older ones are forgotten: workers must not go back to them in a resume.
+        With publish_delay copies are gathered here, and it is the oldest that is not older than `due_version`. It is
+        newer if a finished run continues with more --steps: its last step announced the newest version. The staleness
+        then begins at 0 again, and reaches publish_delay as many steps later.
+        After the last step no version follows, so the newest is announced at once. Older ones are forgotten: workers
+        must not go back to them in a resume.
         """
         if trainer_version == self.config.steps:
             self._held_back.clear()
         elif self.config.publish_delay:
-            self._hold_back(trainer_version, lazy_weights)
-            return self._take_weights_to_announce(trainer_version)
+            copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in lazy_weights]
+            self._held_back.append((trainer_version, copies))
+            while self._held_back[0][0] < self.config.due_version(trainer_version):
+                self._held_back.popleft()
+            return self._held_back[0]
         return trainer_version, lazy_weights
-
-    def _hold_back(self, version: int, lazy_weights: Weights) -> None:
-        """Gather the policy's weights in copies on the CPU; collective."""
-        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in lazy_weights]
-        self._held_back.append((version, copies))
-
-    def _take_weights_to_announce(self, trainer_version: int) -> VersionedWeights:
-        """Forget weights older than `due_version`, and return the oldest of the rest.
-
-        These are newer if a finished run continues with more --steps: its last step announced the newest version. The
-        staleness then begins at 0 again, and reaches publish_delay as many steps later.
-        """
-        while self._held_back[0][0] < self.config.due_version(trainer_version):
-            self._held_back.popleft()
-        return self._held_back[0]
 
     def _evaluates(self, trainer_version: int, version: int) -> bool:
         """Return whether the announced version samples the held-out problems."""

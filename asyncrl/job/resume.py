@@ -23,7 +23,6 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -57,9 +56,6 @@ def read_resumed_options(run: Path) -> Config:
     )
 
 
-ConfigType = TypeVar("ConfigType", bound=Config)
-
-
 _FIXED_OPTIONS = [
     option
     for option in OPTIONS.values()
@@ -68,14 +64,13 @@ _FIXED_OPTIONS = [
 """Options that a resume must not change."""
 
 
-def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
+def keep_fixed_options(config: Config, last_options: Config) -> Config:
     """Return the options of a resumed run, with the fixed ones as `read_resumed_options` spells them.
 
     `config` has the given options on top of `last_options`. A path can be given as the run is placed now, as in
     `last_options`, or as run.json has it. Raises ValueError, in one line, for any other value of a fixed option.
     """
     recorded_options = Config.from_dict(read_checked_header(Path(config.resume))["config"])
-    fixed_values = {}
     for option in _FIXED_OPTIONS:
         value, last_value = option.value_in(config), option.value_in(last_options)
         if value not in (last_value, option.value_in(recorded_options)):
@@ -84,10 +79,7 @@ def keep_fixed_options(config: ConfigType, last_options: Config) -> ConfigType:
                 f"{option.flag} {value} cannot change when a run is resumed: {config.resume} has {last_value}; leave "
                 f"it out, or begin a new run. What may change: {allowed}"
             )
-        # dataclasses.replace sets no nested attribute. No fixed option of a group is a path, so it has one spelling.
-        if "." not in option.path:
-            fixed_values[option.path] = last_value
-    return replace(config, **fixed_values)
+    return config.changed({option.name: option.value_in(last_options) for option in _FIXED_OPTIONS})
 
 
 def read_checked_header(run: Path, option: str = "--resume") -> dict:

@@ -13,9 +13,9 @@ from asyncrl.runlog.metrics import (
     merge_nodes,
     time_metrics,
 )
-from asyncrl.runlog.progress import Progress
+from asyncrl.runlog.progress import print_step
 from asyncrl.runlog.samples import choose_samples
-from asyncrl.runlog.time_ledger import describe, seconds
+from asyncrl.runlog.time_ledger import seconds
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 
 STEPS_OF_FAILURES = 10
@@ -33,11 +33,8 @@ class StepLog:
     def __init__(self, rank: Follower | Leader):
         self.rank = rank
         self.clock = rank.clock
-        self.progress: Progress | None = None
-        self.tokens_before = 0
-        """Tokens that were generated until the last step."""
-        self.num_samples = 0
-        """Trajectories that were trained on until the last step."""
+        self.last_metrics: dict[str, float] = {}
+        """Metrics of the last step, on rank 0; empty before the first one."""
         self.reported = Failures()
         """Failures until the last look at them."""
         self.has_signal = False
@@ -46,12 +43,8 @@ class StepLog:
     def __enter__(self) -> "StepLog":
         """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
         if self.rank.cluster.is_first:
-            self.progress = Progress(self.rank.config.steps)
-            if self.rank.first_version:
-                last = self.rank.run.last_metrics()
-                self.tokens_before = last.get("tokens/generated", 0)
-                self.num_samples = last.get("samples", 0)
-                self.has_signal = True
+            self.last_metrics = self.rank.run.last_metrics()
+            self.has_signal = self.rank.first_version > 0
         if self.rank.cluster.is_leader:
             self.reported = self.rank.controller.failures()
         self.clock.enter("other")
@@ -62,8 +55,7 @@ class StepLog:
     def __exit__(self, *_) -> None:
         if self.rank.cluster.is_leader:
             self.print_failures("in the whole run", self.rank.controller.failures())
-        if self.progress is not None:
-            self.progress.close()
+        if self.rank.cluster.is_first:
             self.clock.take()
             self.rank.run.record_event("trainer_time", seconds=seconds(self.clock.total))
 
@@ -96,13 +88,11 @@ class StepLog:
             **stats,
             **time_metrics(account.spent),
         }
-        metrics["samples"] += self.num_samples
-        self.num_samples = metrics["samples"]
-        num_new = metrics["tokens/generated"] - self.tokens_before
-        metrics |= speed_metrics(num_new, metrics["time/step_s"], self._count_gpus())
+        metrics["samples"] += self.last_metrics.get("samples", 0)
+        metrics |= self.speed_metrics(metrics)
         self.warn_of_equal_rewards(step, metrics)
         self.warn_of_cut_responses(step, metrics)
-        self.tokens_before = metrics["tokens/generated"]
+        self.last_metrics = metrics
         self.rank.run.log_metrics(metrics)
         for plugin in config.plugins:
             plugin.on_step(self.rank.run, metrics)
@@ -110,12 +100,19 @@ class StepLog:
             step, groups, self.rank.tokenizer.decode, self.rank.controller.ticket_source.answer
         ):
             self.rank.run.log_sample(**sample)
-        self.progress.show(metrics)
+        print_step(metrics, config.steps)
 
-    def _count_gpus(self) -> int:
-        """Return the number of the run's GPUs; 0 with --listen, because GPUs of joined hosts are not known."""
-        is_known = self.rank.config.listen is None
-        return self.rank.placement.num_gpus * self.rank.cluster.num_nodes * is_known
+    def speed_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the tokens that are sampled per second in a step, and per second and GPU.
+
+        The latter is left out without GPUs, and with --listen, because GPUs of joined hosts are not known.
+        """
+        num_new = metrics["tokens/generated"] - self.last_metrics.get("tokens/generated", 0)
+        speed = {"rollout/tokens_per_s": num_new / metrics["time/step_s"]}
+        num_gpus = self.rank.placement.num_gpus * self.rank.cluster.num_nodes
+        if num_gpus and self.rank.config.listen is None:
+            speed["rollout/tokens_per_s_per_gpu"] = speed["rollout/tokens_per_s"] / num_gpus
+        return speed
 
     def _measure(self, step: int, groups: list[Group]) -> Measured:
         """Return this node's part of the metrics of all nodes."""
@@ -171,19 +168,8 @@ class StepLog:
             )
 
 
-def speed_metrics(num_tokens: float, step_s: float, num_gpus: int) -> dict[str, float]:
-    """Return the tokens that are sampled per second, and per second and GPU if there are GPUs."""
-    rate = num_tokens / step_s
-    per_gpu = {"rollout/tokens_per_s_per_gpu": rate / num_gpus} if num_gpus else {}
-    return {"rollout/tokens_per_s": rate} | per_gpu
-
-
-def print_time_shares(rank: Follower | Leader) -> None:
-    """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
-    if rank.cluster.is_leader:
-        print(describe("trainer ", rank.clock.total))
-        for worker, spent in rank.controller.journal.worker_time().items():
-            print(describe(f"worker {worker}", spent))
+def finish_run(rank: Follower | Leader) -> None:
+    """Let plugins act after the last step, and print where the records are, on rank 0."""
     if rank.cluster.is_first:
         for plugin in rank.config.plugins:
             plugin.on_end(rank.run.path)

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import secrets
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ START_FIELDS = ("command", "world_size", "git_commit", "git_diff", "started_at")
 def make_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dict:
     """Return run.json of a run that starts now. `gpus` are names of the GPUs."""
     return {
-        "wandb_id": secrets.token_hex(4),
         "command": [Path(sys.executable).name, *sys.argv],
         "world_size": num_ranks,
         "config": config.as_dict() | {"resume": None},
@@ -44,20 +42,19 @@ def read_header(run: Path) -> dict:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
-def write_header(path: Path, header: dict, resumed_from: int | None) -> dict:
-    """Write run.json and return it.
+def write_header(path: Path, header: dict, resumed_from: int | None) -> None:
+    """Write run.json.
 
     A resumed run has new options and keeps all other fields of its first start. A list has the fields of each resume.
     """
     if resumed_from is not None and path.exists():
         start = {"step": resumed_from} | {name: header[name] for name in START_FIELDS}
         first = json.loads(path.read_text(encoding="utf-8"))
-        header = {"wandb_id": header["wandb_id"]} | first | {"config": header["config"]}
-        header["resumed"] = [*first.get("resumed", []), start]
+        resumed = [*first.get("resumed", []), start]
+        header = first | {"config": header["config"], "resumed": resumed}
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
-    return header
 
 
 def git(*args: str) -> str | None:

@@ -15,28 +15,27 @@ DTYPES = ("<i8", "|b1", "<f4", "<i4", "|u1", "<u2")
 """Dtypes of the arrays in records. Other dtypes are refused."""
 
 
-def encode(value: object) -> bytes:
-    """Return a record as bytes. Raises TypeError for other types, for example an array of another dtype."""
-    try:
-        return msgspec.msgpack.encode(value, enc_hook=_to_plain)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode(escape(value, _to_plain))
+def encode(value: object, write: Callable[..., bytes] = msgspec.msgpack.encode) -> bytes:
+    """Return a record as bytes. Raises TypeError for other types, for example an array of another dtype.
 
-
-def escape(value: object, enc_hook: Callable[[object], object]) -> object:
-    """Return a record as plain values. Code points that UTF-8 lacks are written as in JSON: \\ud83d.
-
-    A user's data, an error's message or a path can have half of a character. It must not end a run. `enc_hook` returns
-    a plain value for a type that msgspec does not know.
+    Code points that UTF-8 lacks are written as in JSON: \\ud83d. A user's data, an error's message or a path can have
+    half of a character. It must not end a run.
     """
-    plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=enc_hook)
+    try:
+        return write(value, enc_hook=_to_plain)
+    except UnicodeEncodeError:
+        return write(_escape(value))
+
+
+def _escape(value: object) -> object:
+    plain = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_to_plain)
     match plain:
         case str():
             return plain.encode(errors="backslashreplace").decode()
         case dict():
-            return {escape(key, enc_hook): escape(item, enc_hook) for key, item in plain.items()}
+            return {_escape(key): _escape(item) for key, item in plain.items()}
         case list() | tuple():
-            return [escape(item, enc_hook) for item in plain]
+            return [_escape(item) for item in plain]
     return plain
 
 

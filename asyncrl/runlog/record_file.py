@@ -7,38 +7,38 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.runlog.plain import escape
-
-
-def _to_number(scalar) -> int | float | bool:
-    """Return a scalar of numpy as a number of Python."""
-    return scalar.item()
-
-
-def _encode_line(record: dict) -> bytes:
-    """Return a record as a line of JSON, with null for NaN and infinities."""
-    try:
-        return msgspec.json.encode(record, enc_hook=_to_number) + b"\n"
-    except UnicodeEncodeError:
-        return msgspec.json.encode(escape(record, _to_number)) + b"\n"
+from asyncrl.runlog.plain import encode
 
 
 class RecordFile:
     """Appends records as lines. The operating system has a line when `append` returns. Threads can share it."""
 
-    def __init__(self, path: Path, *, is_buffered: bool = False):
-        """Open or make the file. With `is_buffered`, records stay in memory until `truncate_to`."""
+    def __init__(self, path: Path, resume_at: int | None = None):
+        """Open or make the file. A resumed run continues at byte `resume_at`, and keeps records until `truncate`.
+
+        Raises ValueError if that byte is within a line.
+        """
         self.path = path
         self._file = open(path, "ab")  # noqa: SIM115
         self._lock = threading.RLock()
-        self._buffered: list[bytes] | None = [] if is_buffered else None
+        self._resume_at = resume_at
+        self._buffered: list[bytes] | None = None if resume_at is None else []
+        if resume_at:
+            with open(path, "rb") as lines:
+                lines.seek(resume_at - 1)
+                is_end = lines.read(1) in (b"\n", b"")
+            if not is_end:
+                raise ValueError(
+                    f"{path} cannot be truncated to the checkpoint: byte {resume_at} is not the end of a line. The "
+                    "file was changed since. Restore it, or move it away to continue without it. Nothing was changed"
+                )
 
     def append(self, record: dict) -> None:
-        """Write a record, or buffer it until `truncate_to`. After `close` it is ignored.
+        """Write a record, or buffer it until `truncate`. After `close` it is ignored.
 
         Raises OSError, with the path, if it cannot be written.
         """
-        line = _encode_line(record)
+        line = encode(record, msgspec.json.encode) + b"\n"  # null for NaN and infinities
         with self._lock:
             if self._buffered is None:
                 self._write(line)
@@ -67,24 +67,13 @@ class RecordFile:
             return False
         return True
 
-    def check_truncation(self, num_bytes: int) -> None:
-        """Raise ValueError if byte `num_bytes` is within a line."""
-        with open(self.path, "rb") as lines:
-            lines.seek(max(0, num_bytes - 1))
-            is_end = num_bytes == 0 or lines.read(1) in (b"\n", b"")
-        if not is_end:
-            raise ValueError(
-                f"{self.path} cannot be truncated to the checkpoint: byte {num_bytes} is not the end of a line. The "
-                "file was changed since. Restore it, or move it away to continue without it. Nothing was changed"
-            )
-
-    def truncate_to(self, num_bytes: int) -> None:
-        """Keep the first `num_bytes`, then write the buffered records.
+    def truncate(self) -> None:
+        """Keep the file up to the byte at which the run continues, then write the buffered records.
 
         If the file is shorter, its whole lines stay, and a warning is printed.
         """
         with self._lock:
-            size = self.size()
+            size, num_bytes = self.size(), self._resume_at
             if size < num_bytes:
                 lost = f"has {size} of the {num_bytes} bytes that the checkpoint counts; the missing lines are lost"
                 print(f"warning: {self.path} {lost}", flush=True)

@@ -58,8 +58,11 @@ class RunDirectory:
         self.path = Path(config.runs_dir) / name
         is_new = resume_point is None
         if is_new:
-            _make_directory(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)  # A node can be new in a resumed run.
+            check_is_free(self.path)
+            if self.path.exists():
+                shutil.rmtree(self.path)
+        # A node can be new in a resumed run.
+        self.path.mkdir(parents=True, exist_ok=not is_new)
         self._is_first = not node_folder
         self._resume_point = resume_point
         self._files = self._open()
@@ -69,7 +72,7 @@ class RunDirectory:
         self._tracker = None
         if is_new and self._is_first:
             run_id = secrets.token_hex(8)
-        self.run_id = run_id if is_new else self._check_records(run_id)
+        self.run_id = run_id if is_new else self._check_run_id(run_id)
         """Each checkpoint of the run has it, too."""
         header = make_header(with_absolute_paths(config), num_ranks, gpus)
         self._header = {"run_id": self.run_id} | header
@@ -80,19 +83,22 @@ class RunDirectory:
             self.record_event("run_resumed", **asdict(resume_point))
 
     def _open(self) -> dict[str, RecordFile]:
-        """Open the records by name. Raises ValueError if another process still writes them.
+        """Open the records by name.
 
+        Raises ValueError if another process still writes them, or they would be truncated within a line.
         The first node opens records of absent nodes, too. It only truncates them.
         """
-        is_new = self._resume_point is None
+        record_bytes = self._resume_point.record_bytes if self._resume_point else None
         names = [self._own("events")]
         if self._is_first:
-            names += ["metrics", "samples"]
-            if not is_new:
-                names += self._resume_point.record_bytes  # the names of all files
+            # A resume has the names of all files.
+            names += ["metrics", "samples", *(record_bytes or ())]
         run_path = self.path if self._is_first else self.path.parent
         files = {
-            name: RecordFile(run_path / f"{name}.jsonl", is_buffered=not is_new)
+            name: RecordFile(
+                run_path / f"{name}.jsonl",
+                None if record_bytes is None else record_bytes.get(name, 0),
+            )
             for name in dict.fromkeys(names)
             if (run_path / name).parent.exists()
         }
@@ -106,26 +112,21 @@ class RunDirectory:
         """Return the name in the run of a record file of this node."""
         return name if self._is_first else f"{self.path.name}/{name}"
 
-    def _check_records(self, run_id: str | None) -> str | None:
-        """Return the id of the run that is resumed.
-
-        Raises ValueError if the records are another run's, or would be truncated within a line.
-        """
+    def _check_run_id(self, run_id: str | None) -> str | None:
+        """Return the id of the run that is resumed. Raises ValueError if the records are another run's."""
         recorded_id = read_run_id(self.path) if (self.path / "run.json").exists() else run_id
         if not self._is_first and recorded_id != run_id:
             raise ValueError(
                 f"{self.path} is of run {recorded_id}, and the checkpoint of run {run_id}; move it away"
             )
-        for name, file in self._files.items():
-            file.check_truncation(self._resume_point.record_bytes.get(name, 0))
         return recorded_id
 
     def _write_header_and_start_tracker(self) -> None:
         """Write run.json, and begin or continue the run at a tracker."""
         step = None if self._resume_point is None else self._resume_point.step
-        header = write_header(self.path / "run.json", self._header, step)
+        write_header(self.path / "run.json", self._header, step)
         if self._is_first:
-            given = (self._config_as_given, self.path, header["wandb_id"], step)
+            given = (self._config_as_given, self.path, self.run_id, step)
             trackers = (plugin.start_tracker(*given) for plugin in self.config.plugins)
             self._tracker = last_given(trackers, None)
 
@@ -136,8 +137,8 @@ class RunDirectory:
         checkpoint states.
         """
         self._write_header_and_start_tracker()
-        for name, file in self._files.items():
-            file.truncate_to(self._resume_point.record_bytes.get(name, 0))
+        for file in self._files.values():
+            file.truncate()
 
     def checkpoint_path(self, step: int) -> Path:
         """Return the path of a step's checkpoint."""
@@ -189,23 +190,9 @@ class RunDirectory:
 def check_is_free(folder: Path) -> None:
     """Raise ValueError if the directory of a new run is taken."""
     if folder.exists() and not _ended_before_first_step(folder):
-        raise _taken(folder)
-
-
-def _taken(folder: Path) -> ValueError:
-    return ValueError(
-        f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
-    )
-
-
-def _make_directory(folder: Path) -> None:
-    """Make the directory of a new run. Raises ValueError if its name is taken."""
-    if _ended_before_first_step(folder):
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise _taken(folder) from None
+        raise ValueError(
+            f"run directory {folder} exists; give another --run-name, move it away, or continue it: --resume"
+        )
 
 
 def _ended_before_first_step(folder: Path) -> bool:

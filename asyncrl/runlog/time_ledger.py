@@ -40,9 +40,6 @@ TRAINING = ("gather", "forward_backward", "optimizer")
 WAITING = ("wait", "evaluate")
 """The trainer's states while it waits."""
 
-REPORT_INTERVAL_NS = 50_000_000
-"""Least time between two reports of an unchanged state. Responses can end every millisecond."""
-
 _OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
 
@@ -125,7 +122,6 @@ class Activity:
         self._pause_reason = self._idle_reason = ""
         self._now = ("starved", "")
         self._changes: list[tuple[int, str, str]] = [(clock(), *self._now)]
-        self._reported_at = 0
 
     def add(self, requests: int = 0, trajectories: int = 0) -> None:
         """Change the numbers of requests in the engine, and of trajectories that do not wait for other trajectories."""
@@ -170,24 +166,9 @@ class Activity:
     def report(self) -> ActivityReport:
         """Return all changes since the last report."""
         changes, self._changes = self._changes, []
-        self._reported_at = self._clock()
-        return ActivityReport(tuple(changes), self._reported_at)
-
-    def report_if_due(self) -> ActivityReport | None:
-        """Return a report if the state has changed, or after REPORT_INTERVAL_NS."""
-        is_due = self._changes or self._clock() - self._reported_at >= REPORT_INTERVAL_NS
-        return self.report() if is_due else None
-
-
-# Numbers and text
+        return ActivityReport(tuple(changes), self._clock())
 
 
 def seconds(spent: Counter[str]) -> dict[str, float]:
     """Return nanoseconds as seconds."""
     return {state: ns / 1e9 for state, ns in spent.items()}
-
-
-def describe(name: str, spent: Counter[str]) -> str:
-    """Return one line: the total time, and the share of each state, the largest first."""
-    parts = [f"{state} {ns / spent.total():.1%}" for state, ns in spent.most_common() if ns]
-    return f"{name}  {spent.total() / 1e9:.1f} s: {', '.join(parts)}"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from asyncrl.config import Rule
-from asyncrl.job.node import EngineChecker, Follower, Leader, NobodySamples
+from asyncrl.job.node import Follower, Leader, NobodySamples
+from asyncrl.job.publisher import Publisher
 from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.trainer.policy import Policy
@@ -38,7 +39,7 @@ RULES: list[Rule] = [
 class SwarmRank:
     """The part of every rank in a run that listens."""
 
-    def take_batch(self, step: int, engine_checker: EngineChecker) -> list[Group] | None:
+    def take_batch(self, step: int, publisher: Publisher) -> list[Group] | None:
         """Wait for a batch that every node believes; see Leader. Collective.
 
         A batch with a response of a disbelieved host is refused, and all groups of that host are dropped.
@@ -53,8 +54,8 @@ class SwarmRank:
                     has_batch = bool(self.controller.hold_batch())
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
-            engine_checker.check_engines(step)
-            is_believed = self._believes(engine_checker.policy, step - 1)
+            publisher.check_engines(step)
+            is_believed = self._believes(publisher.policy, step - 1)
         if not self.cluster.is_leader:
             return None
         groups = self.controller.consume_held_batch()

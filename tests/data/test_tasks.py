@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from user_files import chat_tokenizer, write_jsonl
 
 from asyncrl.config import Config
-from asyncrl.tasks import LimitedTask, load_task, score_of
+from asyncrl.tasks import UserTask, load_task, score_of
 from asyncrl.weights.models import load_tokenizer, resolve_model
 from data.addition import LABELS, Addition
 from data.gsm8k import INSTRUCTION
@@ -375,7 +375,7 @@ def test_a_task_that_is_given_up_leaves_nothing_to_tidy_up(monkeypatch):
     raised = []
     gc.collect()  # what other tests have left
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
-    task = LimitedTask(Config(), Addition(0))
+    task = UserTask(Config(), lambda: Addition(0))
     assert task.train_problem(3) == Addition(0).train_problem(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.cluster.cluster import Cluster
 from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.controller.failures import Failures
-from asyncrl.job.step_log import StepLog, speed_metrics
+from asyncrl.job.step_log import StepLog
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.weights.models import load_tokenizer, resolve_model
 
@@ -76,9 +77,16 @@ def test_the_speed_of_a_run_is_also_that_of_each_of_its_gpus():
         place(Config(), 0, 8, 1).num_gpus,
     ] == [8, 1, 0]
     assert place(Config(rollout_tp=2), 7, 64, 4).num_gpus == 6, "one GPU is idle"
+    rank = SimpleNamespace(config=Config(), clock=TrainerClock(), cluster=Cluster())
+    log = StepLog(rank)
+    log.last_metrics = {"tokens/generated": 3000}
+    metrics = {"tokens/generated": 4000, "time/step_s": 2.0}
     speed = {"rollout/tokens_per_s": 500.0}
-    assert speed_metrics(1000.0, 2.0, 0) == speed
-    assert speed_metrics(1000.0, 2.0, 8) == speed | {"rollout/tokens_per_s_per_gpu": 62.5}
+    for num_gpus, per_gpu in ((0, {}), (8, {"rollout/tokens_per_s_per_gpu": 62.5})):
+        rank.placement = SimpleNamespace(num_gpus=num_gpus)
+        assert log.speed_metrics(metrics) == speed | per_gpu
+    rank.config = Config(listen="127.0.0.1:1")
+    assert log.speed_metrics(metrics) == speed, "the GPUs of joined hosts are not known"
 
 
 @pytest.mark.parametrize(("num_nodes", "where"), [(1, ""), (2, "node 1 (h): ")])
