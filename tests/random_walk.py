@@ -22,7 +22,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import MAX_RESTARTS
-from asyncrl.messages import Finished, InFlight, WeightsLoaded
+from asyncrl.messages import Finished, WeightsLoaded
 from asyncrl.plugins import last_given
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, BufferedTransport
@@ -252,7 +252,7 @@ class Walk:
 
     def _cut(self):
         self.cuts_left = max(0, self.cuts_left - 1)
-        self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
+        self.oracle.is_last = self.version == self.steps
         state, record_bytes = self.controller.snapshot(lambda: {"events": self.oracle.num_events})
         assert record_bytes == {"events": self.oracle.num_events}
         deferred = self.controller.announcements.deferred
@@ -291,8 +291,6 @@ class Walk:
             self.num_deaths[worker.index] += 1
         elif isinstance(message, WeightsLoaded):
             self.oracle.discard(message.sampled.discarded)
-        elif isinstance(message, InFlight):
-            self.oracle.lost |= message.lost
         self.controller.on_message(worker, message)
 
     def _record(self, event, **fields):

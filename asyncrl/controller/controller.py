@@ -392,15 +392,11 @@ class Controller:
                 with contextlib.suppress(RolloutEnded):
                     answered = self.workers.request_progress_of_all()
                     self.wait_until(answered, "responses in flight")
-            queue, num_lost = unfinished_tickets(
+            queue = unfinished_tickets(
                 self.workers, self.dispatcher.queue, self.buffer, self.ticket_source
             )
-            buffer = self.buffer.state()
-            # a resume loses these tokens: they count as generated, and as dropped
-            for count in ("tokens_generated", "tokens_dropped_discarded"):
-                buffer.ledger[count] += num_lost
             state = ControllerState(
-                buffer,
+                self.buffer.state(),
                 copy.deepcopy(self.ticket_source.state),
                 queue,
                 published_version=self.announcements.newest.version,

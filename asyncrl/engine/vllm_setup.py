@@ -210,18 +210,6 @@ def request_states(engine, request_id: str) -> list:
     ]
 
 
-def num_sampled(engine, request_id: str) -> int:
-    """Return the number of tokens of all responses of a running request, ended ones included."""
-    states = request_states(engine, request_id)
-    ended = (
-        states[0].parent_req.output_aggregator
-        if states and states[0].parent_req is not None
-        else []
-    )
-    num_ended = sum(len(output.token_ids) for output in ended if output is not None)
-    return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
-
-
 def output_so_far(state):
     """Return the CompletionOutput that a request would have if it were aborted now."""
     from vllm.v1.engine import FinishReason
