@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.fingerprint import code_digest
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.config import ChangeableBy, Config, options_changeable_by
 from asyncrl.user_code import user_code_names, with_absolute_paths
@@ -13,7 +14,6 @@ from extras.swarm.wire import (
     JoinAt,
     Refused,
     Welcome,
-    code_digest,
     printable,
     user_code_digest,
 )

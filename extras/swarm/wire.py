@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from zmq.utils import z85
 
-from asyncrl.cluster.fingerprint import fingerprint
-from asyncrl.config import Config
 from asyncrl.messages import (
     Abort,
     Connect,
@@ -160,12 +158,6 @@ def decode(kind: bytes, fields: bytes, classes: Iterable[type]) -> object:
 def printable(text: str) -> str:
     """Return a stranger's text for one line of a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def code_digest() -> str:
-    """Return one digest of all source files of a run."""
-    code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]
-    return hashlib.sha256(str(code).encode()).hexdigest()
 
 
 def user_code_digest(texts: Iterable[str]) -> str:
