@@ -1,6 +1,7 @@
 """A comparison of all nodes' code and options. If they differ, collectives hang, or two trainings are mixed."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl import ROOT
@@ -10,24 +11,26 @@ from asyncrl.user_code import files, user_code_names
 FOLDERS = ("algos", "data", "asyncrl", "extras")
 
 
+def digest(files_by_name: Mapping[str, Path]) -> str:
+    """Return one digest of the names and contents of files. Raises OSError for a missing file."""
+    contents = sorted((name, path.read_bytes()) for name, path in files_by_name.items())
+    return hashlib.sha256(str(contents).encode()).hexdigest()[:16]
+
+
 def code_digest(root: Path = Path(ROOT)) -> str:
     """Return one digest of all source files of a run, without its tests."""
     paths = [*root.glob("*.py")]
     for folder in FOLDERS:
         paths += root.joinpath(folder).rglob("*.py")
-    sources = {str(path.relative_to(root)): path for path in paths if "tests" not in path.parts}
-    code = sorted((name, path.read_bytes()) for name, path in sources.items())
-    return _digest(str(code).encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return digest(
+        {str(path.relative_to(root)): path for path in paths if "tests" not in path.parts}
+    )
 
 
 def fingerprint(config: Config) -> dict[str, str]:
     """Return values that must be equal on all nodes: digests of the source files and of user code, and options."""
     user_code = {
-        str(path): _digest(path.read_bytes()) for path in files(user_code_names(config)).values()
+        str(path): digest({place: path}) for place, path in files(user_code_names(config)).items()
     }
     options = {
         o.flag: str(o.value_in(config))
