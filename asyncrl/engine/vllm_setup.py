@@ -9,7 +9,6 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import (
     exit_with_parent,
@@ -87,8 +86,6 @@ def worker_environment(
     end = placement.gpu + placement.num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
     devices = [name.strip() for name in visible.split(",")]
-    if any(name.startswith("GPU-") for name in devices):  # vLLM does not accept a shortened UUID
-        devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
 
 
