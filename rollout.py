@@ -160,7 +160,7 @@ class RolloutWorker:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
         await asyncio.gather(*self._probe_tasks)
         receiving = None
-        if self.spec.receives_weights:
+        if self.spec.transport == "nccl":  # with other transports the engine reads the weights
             receiving = functools.partial(self.connection.send, Receiving())
         pause_s = await self.proxy.load_weights(message.version, message.update_infos, receiving)
         self.connection.send(

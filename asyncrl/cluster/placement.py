@@ -53,11 +53,6 @@ class WorkerSpec:
     sockets_path: str | None = None
     """Folder for vLLM's sockets and temporary files, removed with the run; None: vLLM's default."""
 
-    @property
-    def receives_weights(self) -> bool:
-        """Return whether the trainer sends weights to the engine. With other transports the engine reads them."""
-        return self.transport == "nccl"
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -73,11 +68,9 @@ class Placement:
     @property
     def num_gpus(self) -> int:
         """Number of GPUs in use on this node; 0 without GPUs."""
-        used = {gpu for gpu in self.trainer_gpus if gpu is not None}
-        for worker in self.workers:
-            if worker.gpu is not None:
-                used |= set(range(worker.gpu, worker.gpu + worker.num_gpus))
-        return len(used)
+        own = [worker for worker in self.workers if worker.shared_with_rank is None]
+        num_of_workers = sum(worker.num_gpus for worker in own if worker.gpu is not None)
+        return sum(gpu is not None for gpu in self.trainer_gpus) + num_of_workers
 
     def table(self) -> str:
         """Return the placement as text, a line per process."""

@@ -51,8 +51,8 @@ class LLMProxy:
 
     @property
     def death(self) -> RuntimeError | None:
-        """The error of a dead engine; None while it is alive."""
-        return health.death_of(self.engine)
+        """The error of a dead engine, whose cause vLLM has logged; None while it is alive."""
+        return RuntimeError("the engine is dead") if self.engine.errored else None
 
     async def watch(self) -> None:
         """Raise an error when the engine is dead, or does not answer for --timeout-s."""
