@@ -258,26 +258,22 @@ class Controller:
             return self.buffer.find_batch()
 
     def consume_batch(self, group_ids: list[int]) -> list[Group]:
-        """Consume a batch and return its groups, for training."""
+        """Consume a batch and return its groups, for training.
+
+        Stop sampling if a full batch suspends it, and make engines free their memory if the trainer needs it for its
+        step. `Announcements` wakes suspended and sleeping workers.
+        """
         with self.lock:
             groups = self.buffer.consume(group_ids)
             self.dispatcher.drop_expired()
-            self._suspend_until_update()
+            # no update may interrupt an evaluation, so it could not continue
+            if self.config.suspends_between_steps and self.evaluation is None:
+                self.workers.suspend()
             self.admit_and_send()
-            self._sleep_until_update()
+            if self.config.colocate == "sleep":
+                self.finish_evaluations()
+                self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
             return groups
-
-    def _suspend_until_update(self) -> None:
-        """Stop sampling if a full batch suspends it. `Announcements` wakes suspended and sleeping workers."""
-        # no update may interrupt an evaluation, so it could not continue
-        if self.config.suspends_between_steps and self.evaluation is None:
-            self.workers.suspend()
-
-    def _sleep_until_update(self) -> None:
-        """Make engines free their memory if the trainer needs it for its step."""
-        if self.config.colocate == "sleep":
-            self.finish_evaluations()
-            self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
 
     def is_idle(self) -> bool:
         """Return whether no worker of this node has a response to sample before the next weights.
