@@ -100,13 +100,10 @@ def _device(gpu: int | None, threads: int, num_gpus: int = 1) -> str:
     return f"gpu {gpu}" if num_gpus == 1 else f"gpus {gpu} to {gpu + num_gpus - 1}"
 
 
-def place(
-    config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True
-) -> Placement:
+def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
     """Return the device of every process of a node, and the transport of weights.
 
-    A remote host has 0 trainer ranks. `has_nccl`: torch has NCCL. Raises ValueError, with the arithmetic, if the
-    processes do not fit.
+    A remote host has 0 trainer ranks. Raises ValueError, with the arithmetic, if the processes do not fit.
     """
     if num_gpus:
         workers = _place_on_gpus(config, num_gpus, num_trainer_ranks)
@@ -126,7 +123,7 @@ def place(
             "--colocate sleep is for one GPU that trainer and engine share, and they share none; use --colocate share, "
             "or make one GPU visible: CUDA_VISIBLE_DEVICES=0"
         )
-    transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks, has_nccl)
+    transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks)
     return Placement(trainer_gpus, threads, workers, transport)
 
 
@@ -175,21 +172,17 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
     return num_workers
 
 
-def _choose_transport(
-    wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool
-) -> str:
+def _choose_transport(wanted: str, worker: WorkerPlacement, num_trainer_ranks: int) -> str:
     """Return the `wanted` transport, or for `auto` the fastest. Raises ValueError if it cannot work."""
     if worker.gpu is None or num_trainer_ranks == 0:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif worker.shared_with_rank is not None:
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
-    elif has_nccl:
+    else:
         possible, why = (
             ["nccl", "shm"],
             "trainer and workers have separate GPUs, between which there is no CUDA IPC",
         )
-    else:
-        possible, why = ["shm"], "this torch has no NCCL"
     if wanted not in (*possible, "auto"):
         raise ValueError(
             f"--weight-sync {wanted} cannot work here: {why}; use {' or '.join(possible)}, or auto"
