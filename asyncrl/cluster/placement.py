@@ -50,8 +50,8 @@ class WorkerSpec:
     model_path: str
     transport: str
     log_path: str
-    sockets_path: str | None = None
-    """Folder for vLLM's sockets and temporary files, removed with the run; None: vLLM's default."""
+    sockets_path: str = ""
+    """Folder for vLLM's sockets and temporary files, removed with the run."""
 
 
 @dataclass(frozen=True)
