@@ -122,7 +122,7 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     driver.pipe.send(LoadWeights(3, [{"version": 3}], ()))
     message = driver.receive()
     assert isinstance(message, WeightsLoaded) and message.version == 3
-    *tickets, last, too_new = itertools.islice(make_tickets(8, 3), 18)
+    *tickets, last = itertools.islice(make_tickets(8, 3), 17)
     evaluation = replace(last, group_id=EVALUATION_GROUP)
     trajectories, openings = driver.finish(tickets, evaluation)
     conversation, environment = Conversation(driver.tokenizer), ENVIRONMENTS[TASK]()
@@ -134,10 +134,6 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     trained = [t for t in trajectories if t.group_id != EVALUATION_GROUP]
     assert len(openings) == max(trajectory.num_turns for trajectory in trained) > 1
     assert len(openings[0]) == (0 if driver.config.scheduling == "lockstep" else len(tickets))
-    # messages are acted on in order, so this cannot happen by chance
-    driver.pipe.send(Tickets([replace(too_new, min_version=4)]))
-    with pytest.raises(RuntimeError, match="needs version 4, got 3"):
-        driver.end.result(timeout=60)
 
 
 @pytest.mark.parametrize(
