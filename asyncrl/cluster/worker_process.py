@@ -40,7 +40,7 @@ class WorkerProcess:
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
         # not a daemon process, because daemons can have no children, such as the engine
         self.process = context.Process(
-            target=_run, args=(main, spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
+            target=_run, args=(main, spec, theirs), name=f"rollout worker {spec.placement.worker}"
         )
         self.started_at = time.monotonic()
         self.process.start()
@@ -91,15 +91,13 @@ class WorkerProcess:
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
+        elif code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         else:
-            how = (
-                f"killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
+            how = f"exited with code {code}"
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         shown = "".join(f"\n  | {line}" for line in log[-LOG_LINES_SHOWN:])
-        who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
+        who = f"{self.process.name} (pid {self.process.pid})"
         return f"{who} {how}{cause_in(log)}; its last log lines, from {self._log_path}:{shown}"
 
 
