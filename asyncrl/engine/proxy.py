@@ -79,16 +79,15 @@ class LLMProxy:
         request_id: str,
         prompt_tokens: tuple[int, ...],
         seed: int | None,
-        max_tokens: int | None = None,
+        max_tokens: int,
         prefix: Completion | None = None,
     ) -> Completion:
         """Sample one response, or the rest of a response after its `prefix`, through any updates.
 
-        It has at most `max_tokens` tokens in all, by default max_response_tokens. Without a seed sampling is greedy.
+        It has at most `max_tokens` tokens in all. Without a seed sampling is greedy.
         """
         if prefix is not None and prefix.finish_reason != "interrupted":
             return prefix
-        max_tokens = max_tokens or self.config.max_response_tokens
         request = self.requests[request_id] = Request(parts=[] if prefix is None else [prefix])
         try:
             while True:

@@ -178,7 +178,7 @@ def test_an_engine_that_is_stopped_is_noticed_while_it_samples(pair, monkeypatch
     monkeypatch.setattr(pair.proxy, "config", replace(pair.config, timeout_s=0.5))
 
     async def watch():
-        response = asyncio.create_task(pair.proxy.generate("watched", PROMPT, seed=1))
+        response = asyncio.create_task(pair.proxy.generate("watched", PROMPT, 1, 100))
         await asyncio.sleep(0.01)
         os.kill(engine.pid, signal.SIGSTOP)
         try:
