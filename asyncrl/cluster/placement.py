@@ -79,18 +79,14 @@ class Placement:
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
-            shared = (
-                f", shared with trainer rank {w.shared_with_rank}"
-                if w.shared_with_rank is not None
-                else ""
+            is_shared = w.shared_with_rank is not None
+            parts = (
+                _device(w.gpu, w.cpu_threads, w.num_gpus),
+                "on own cores" * bool(w.cores),
+                f"shared with trainer rank {w.shared_with_rank}" * is_shared,
+                f"{w.gpu_memory_utilization:.1%} of its memory" * bool(w.gpu_memory_utilization),
             )
-            memory = (
-                f", {w.gpu_memory_utilization:.1%} of its memory"
-                if w.gpu_memory_utilization
-                else ""
-            )
-            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on own cores" * bool(w.cores)
-            lines.append(f"  rollout worker {w.worker}   {device}{shared}{memory}")
+            lines.append(f"  rollout worker {w.worker}   {', '.join(filter(None, parts))}")
         return "\n".join(lines)
 
 
