@@ -18,7 +18,6 @@ from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import end_session, freeze_garbage
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.cluster.worker_process import end_safe_path
 from asyncrl.engine.environments import Environments, start_environments
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
@@ -130,11 +129,6 @@ class RolloutWorker:
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         """Run the episodes of a ticket, and send their trajectories back together."""
-        version, min_version = self.proxy.version, ticket.min_version
-        if version < min_version:
-            raise RuntimeError(
-                f"ticket {ticket.ticket_id} needs version {min_version}, got {version}"
-            )
         episodes, worker = self._episodes[ticket.ticket_id], self.spec.placement.worker
         try:
             trajectories = await asyncio.gather(*(episode.run(worker) for episode in episodes))
@@ -161,7 +155,7 @@ class RolloutWorker:
         """Load new weights and report. The probe is scored while sampling continues, and before the next update."""
         await asyncio.gather(*self._probe_tasks)
         receiving = None
-        if self.spec.receives_weights:
+        if self.spec.transport == "nccl":  # with other transports the engine reads the weights
             receiving = functools.partial(self.connection.send, Receiving())
         pause_s = await self.proxy.load_weights(message.version, message.update_infos, receiving)
         self.connection.send(
@@ -236,7 +230,6 @@ async def start_worker(
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
-    end_safe_path()
     plugins = spec.config.plugins
     worker_class = last_given((plugin.rollout_worker for plugin in plugins), RolloutWorker)
     # after the engine is forked, because environments may start threads

@@ -55,7 +55,8 @@ SHOWN_LIMIT = 10**5
 MAX_OUTSTANDING = 10**6
 """Responses that may be outstanding at once. Making a ticket for each takes 20 seconds."""
 USER_CODE = (
-    r"\A(?P<kind>environment:|agent:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)(?P<weight>\*\S*)?\Z"
+    r"\A(?P<kind>environment:|agent:)?(?P<file>.+\.py):(?P<name>[^\W\d]\w*)"
+    r"(?P<weight>\*[+-]?[\d.]+(?:e[+-]?\d+)?)?\Z"
 )
 """Pattern of user code (asyncrl/user_code.py); `environment:` is put before one of several turns,
 and `agent:` is given before a coroutine that calls the policy."""

@@ -171,9 +171,7 @@ class InFlight:
     """Progress of the running responses."""
 
     partials: dict[int, Completion]
-    """Ticket → its response so far, at least one token."""
-    lost: dict[int, int]
-    """Ticket → tokens that a resume loses. Multi-turn responses and group requests cannot be continued."""
+    """Ticket → its response so far, at least one token. Multi-turn responses and group requests cannot be continued."""
 
 
 @dataclass(frozen=True)

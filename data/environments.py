@@ -1,20 +1,14 @@
 """Environments of several turns, through gymnasium's API: text in, text out.
 
 `reset(seed=…)` gives the first observation, `step(response)` the next one. Both depend only on the seed and the
-responses. `step` takes any text, whatever the action space says: the space is what `sample()` draws from. Observations
-are short, because each stays in the context.
+responses. `step` takes any text, so there are no spaces. Observations are short, because each stays in the context.
 """
 
 import re
-import string
 import textwrap
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
-from gymnasium.spaces import Text
-
-_CHARSET = string.ascii_letters + string.digits + string.punctuation + " \n"
-_MAX_CHARACTERS = 256
 
 
 class TextEnvironment(gymnasium.Env[str, str]):
@@ -25,9 +19,6 @@ class TextEnvironment(gymnasium.Env[str, str]):
     seed_shows: bool
     """Whether the first observation shows all that the seed drew, so that it tells two seeds apart."""
 
-    observation_space = Text(_MAX_CHARACTERS, charset=_CHARSET)
-    action_space = Text(_MAX_CHARACTERS, min_length=0, charset=_CHARSET)
-
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Start the episode of a seed ≥ 0. Returns the first observation and an empty dict."""
         super().reset(seed=seed)
@@ -37,14 +28,10 @@ class TextEnvironment(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """Take the action in a response. Returns observation, reward, terminated, truncated, {}.
 
-        The reward is 1 for success, else 0. Raises RuntimeError if the episode is over.
+        The reward is 1 for success, else 0.
         """
-        if self._turns_left == 0:
-            raise RuntimeError(
-                f"{type(self).__name__}: the episode is over; call reset before the next step"
-            )
         observation, reward, terminated = self._act(action)
-        self._turns_left = 0 if terminated else self._turns_left - 1
+        self._turns_left -= 1
         return observation, reward, terminated, self._turns_left == 0 and not terminated, {}
 
     def _start(self) -> str:

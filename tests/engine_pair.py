@@ -161,7 +161,7 @@ class Pair:
         return np.abs(completion.behavior_logprobs - trainer)
 
     def generate(self, name, prompt=PROMPT, seed=1):
-        return self.run(self.proxy.generate(name, prompt, seed))
+        return self.run(self.proxy.generate(name, prompt, seed, self.config.max_response_tokens))
 
     def trainer_logprobs(self, prompt, tokens, raw=False):
         return self.policy.logprobs_of([[sequence_of(prompt, tokens)]], raw=raw)[0].numpy()

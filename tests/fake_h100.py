@@ -37,7 +37,6 @@ def pretend() -> None:
     cuda.pynvml = sys.modules["pynvml"] = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlSystemGetDriverVersion=lambda: "580.95.05",
         nvmlDeviceGetCount=lambda: len(UUIDS),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetHandleByUUID=UUIDS.index,

@@ -154,14 +154,12 @@ class FakeWorker:
 
     def say(self):
         """How far its responses are, also in the middle of an update."""
-        self.owes_progress, partials, lost = False, {}, {}
+        self.owes_progress, partials = False, {}
         for ticket_id, episodes in self.episodes.items():
             (first, *others) = episodes
-            if first.ticket.is_evaluation:
+            if self.config.is_multi_turn or others or first.ticket.is_evaluation:
                 continue
-            if self.config.is_multi_turn or others:
-                lost[ticket_id] = sum(len(episode.versions) for episode in episodes)
-            elif first.versions:
+            if first.versions:
                 is_whole = "scoring" in (first.state, first.waits_for)
                 partials[ticket_id] = Completion(
                     list(first.tokens),
@@ -169,7 +167,7 @@ class FakeWorker:
                     behavior_logprobs=np.full(len(first.tokens), LOGPROB, np.float32),
                     policy_versions=np.array(first.versions, np.int32),
                 )
-        self.outbox.append(InFlight(partials, lost))
+        self.outbox.append(InFlight(partials))
 
     def may_load(self):
         is_idle = self.config.on_update != "wait" or not self._are("sampling")

@@ -22,7 +22,7 @@ from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import MAX_RESTARTS
-from asyncrl.messages import Finished, InFlight, WeightsLoaded
+from asyncrl.messages import Finished, WeightsLoaded
 from asyncrl.plugins import last_given
 from asyncrl.runlog import plain
 from asyncrl.weights.transport import Announcement, BufferedTransport
@@ -252,7 +252,7 @@ class Walk:
 
     def _cut(self):
         self.cuts_left = max(0, self.cuts_left - 1)
-        self.oracle.lost, self.oracle.is_last = {}, self.version == self.steps
+        self.oracle.is_last = self.version == self.steps
         state, record_bytes = self.controller.snapshot(lambda: {"events": self.oracle.num_events})
         assert record_bytes == {"events": self.oracle.num_events}
         deferred = self.controller.announcements.deferred
@@ -291,8 +291,6 @@ class Walk:
             self.num_deaths[worker.index] += 1
         elif isinstance(message, WeightsLoaded):
             self.oracle.discard(message.sampled.discarded)
-        elif isinstance(message, InFlight):
-            self.oracle.lost |= message.lost
         self.controller.on_message(worker, message)
 
     def _record(self, event, **fields):
@@ -312,12 +310,11 @@ class Walk:
             self.evaluate = self.oracle.is_evaluation_due = self.state.evaluates
 
     def take(self):
-        """The trainer asks for a batch; whether it got one. That none can come must never be said: it is wrong or a
-        deadlock."""
+        """The trainer asks for a batch; whether it got one. One must be able to come."""
         self.oracle.expect_batch()
         batch = self._take_batch()
         if not batch:
-            assert self.controller.can_get_batch(), (
+            assert self.controller.ended_by is None and self._can_get_batch(), (
                 f"no batch can come: {self.controller.dispatcher.describe()}"
             )
             self.oracle.check_batch([])
@@ -327,6 +324,19 @@ class Walk:
         self.oracle.check_ledger(self.controller.buffer.balance())
         self._take_evaluations()
         return True
+
+    def _can_get_batch(self):
+        """Whether weights wait to be announced, a worker starts, or a training ticket runs or can start on a worker
+        that is not paused. Else there is a deadlock."""
+        announcements, workers = self.controller.announcements, self.controller.workers
+        is_announced = announcements.newest is not None and announcements.deferred is None
+        may_admit = self.controller.buffer.num_free_places() > 0
+        if not is_announced or workers.any_starting or may_admit:
+            return True
+        active = [worker for worker in workers if worker.loading or not worker.is_paused]
+        running = [ticket for worker in active for ticket in worker.tickets.values()]
+        tickets = [*self.controller.dispatcher.queue, *running]
+        return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
     def _take_batch(self):
         """The groups of the next batch, if it is there."""

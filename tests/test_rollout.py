@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import queue
 import random
 import time
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import SamplingEngine, random_tokens
 
-from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
@@ -124,7 +122,7 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     driver.pipe.send(LoadWeights(3, [{"version": 3}], ()))
     message = driver.receive()
     assert isinstance(message, WeightsLoaded) and message.version == 3
-    *tickets, last, too_new = itertools.islice(make_tickets(8, 3), 18)
+    *tickets, last = itertools.islice(make_tickets(8, 3), 17)
     evaluation = replace(last, group_id=EVALUATION_GROUP)
     trajectories, openings = driver.finish(tickets, evaluation)
     conversation, environment = Conversation(driver.tokenizer), ENVIRONMENTS[TASK]()
@@ -136,13 +134,6 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     trained = [t for t in trajectories if t.group_id != EVALUATION_GROUP]
     assert len(openings) == max(trajectory.num_turns for trajectory in trained) > 1
     assert len(openings[0]) == (0 if driver.config.scheduling == "lockstep" else len(tickets))
-    # messages are acted on in order, so this cannot happen by chance
-    driver.pipe.send(Tickets([replace(too_new, min_version=4)]))
-    with pytest.raises(RuntimeError, match="needs version 4, got 3"):
-        driver.end.result(timeout=60)
-
-
-UUIDS = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ba"]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +142,10 @@ UUIDS = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ba"]
         (None, 2, 2, "2,3"),
         ("4,5,6,7", 2, 2, "6,7"),
         ("MIG-a, MIG-b", 1, 1, "MIG-b"),
-        ("GPU-b,GPU-a", 1, 1, UUIDS[1]),
+        ("GPU-b, GPU-a", 1, 1, "GPU-a"),
     ],
 )
-def test_an_engine_sees_its_own_gpus_and_no_other_by_uuids_in_full(
-    monkeypatch, visible, gpu, num_gpus, expected
-):
-    gpus = [Gpu("NVIDIA H200", 2, 1, uuid) for uuid in UUIDS]
-    monkeypatch.setattr("asyncrl.engine.vllm_setup.list_gpus", {"GPU-b,GPU-a": gpus}.__getitem__)
+def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num_gpus, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -239,11 +226,7 @@ def said_in(pipe):
     return [type(pipe.outbox.get()) for _ in range(pipe.outbox.qsize())]
 
 
-def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready(
-    monkeypatch,
-):
-    """A PYTHONSAFEPATH of the user's stays."""
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
     placement, model = WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK)
     steps, pipe = [], QueuePipe()
 
@@ -256,5 +239,4 @@ def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before
     spec = WorkerSpec(Config(), placement, model, "shm", "")
     asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
     assert steps == ["engine", "environments, then 0 messages"]
-    assert os.environ["PYTHONSAFEPATH"] == "1"
     assert said_in(pipe) == [Ready]

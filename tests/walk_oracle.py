@@ -80,8 +80,6 @@ class Oracle:
         self.prefixes = {}
         """Ticket -> what there was of its response when the run was resumed."""
         self.is_resuming = False
-        self.lost = {}
-        """Ticket -> tokens that nobody can go on from, as workers say at a cut."""
         self.is_last = self.is_longer = False
         """Whether it had made its last step at the cut, and whether it has been given some more since then."""
 
@@ -98,8 +96,7 @@ class Oracle:
     # What a resumed run begins with
 
     def resume(self, state):
-        """All that was there at the cut is in its state, and is what counts from here on: the tokens of responses that
-        nobody can go on from are dropped."""
+        """All that was there at the cut is in its state, and is what counts from here on."""
         assert state.published_version == self.announced
         self.is_resuming, self.problem_of, self.prefixes = True, {}, {}
         self.num_evaluations -= bool(self.evaluating)
@@ -108,7 +105,6 @@ class Oracle:
         self.evaluating = set()
         for version in self.asked_again:
             self.asked.remove(version)
-        self.discard(sum(self.lost.get(ticket.ticket_id, 0) for ticket in state.queue))
         residents = self.resident()
         assert residents.keys() == state.buffer.residents.keys()
         for group_id, group in residents.items():

@@ -245,12 +245,9 @@ def check_shares(config: Config, num_nodes: int, num_ranks: int) -> None:
         )
     shares, num_groups = num_nodes * config.minibatches, config.groups_per_step
     if num_groups % shares:
-        times = (
-            f" × --minibatches {config.minibatches} = {shares}" if config.minibatches > 1 else ""
-        )
         raise ValueError(
-            f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes{times}: {num_groups} / {shares} = "
-            f"{num_groups / shares:.2f} groups; use {-(-num_groups // shares) * shares}"
+            f"--groups-per-step {num_groups} is not a multiple of {num_nodes} nodes × --minibatches "
+            f"{config.minibatches} = {shares}; use {-(-num_groups // shares) * shares}"
         )
     if config.extra_groups % num_nodes:
         raise ValueError(

@@ -1,6 +1,7 @@
 """A comparison of all nodes' code and options. If they differ, collectives hang, or two trainings are mixed."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl import ROOT
@@ -8,28 +9,35 @@ from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by
 from asyncrl.user_code import files, user_code_names
 
 FOLDERS = ("algos", "data", "asyncrl", "extras")
-MAX_SHOWN = 5
-"""Most differences that an error names."""
 
 
-def fingerprint(config: Config, root: Path = Path(ROOT)) -> dict[str, str]:
-    """Return values that must be equal on all nodes: hashes of source files, with user code, and options."""
+def digest(files_by_name: Mapping[str, Path]) -> str:
+    """Return one digest of the names and contents of files. Raises OSError for a missing file."""
+    contents = sorted((name, path.read_bytes()) for name, path in files_by_name.items())
+    return hashlib.sha256(str(contents).encode()).hexdigest()[:16]
+
+
+def code_digest(root: Path = Path(ROOT)) -> str:
+    """Return one digest of all source files of a run, without its tests."""
     paths = [*root.glob("*.py")]
     for folder in FOLDERS:
         paths += root.joinpath(folder).rglob("*.py")
-    sources = {
-        str(path.relative_to(root)): path for path in sorted(paths) if "tests" not in path.parts
-    }
-    sources |= {str(path): path for path in files(user_code_names(config)).values()}
-    hashes = {
-        name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in sources.items()
+    return digest(
+        {str(path.relative_to(root)): path for path in paths if "tests" not in path.parts}
+    )
+
+
+def fingerprint(config: Config) -> dict[str, str]:
+    """Return values that must be equal on all nodes: digests of the source files and of user code, and options."""
+    user_code = {
+        str(path): digest({place: path}) for place, path in files(user_code_names(config)).items()
     }
     options = {
         o.flag: str(o.value_in(config))
         for o in OPTIONS.values()
         if ChangeableBy.NODE not in o.changeable_by
     }
-    return hashes | options
+    return {"code": code_digest()} | user_code | options
 
 
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
@@ -41,8 +49,6 @@ def check_same(fingerprints: dict[str, dict[str, str]]) -> None:
             for key in expected | actual
             if actual.get(key) != expected.get(key)
         ]
-        if len(differences) > MAX_SHOWN:
-            differences[MAX_SHOWN:] = [f"and {len(differences) - MAX_SHOWN} more"]
         if differences:
             allowed = ", ".join(option.flag for option in options_changeable_by(ChangeableBy.NODE))
             raise ValueError(

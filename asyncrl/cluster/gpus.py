@@ -10,9 +10,6 @@ from dataclasses import dataclass
 import psutil
 import pynvml
 
-LEAST_DRIVER = {"12": 525, "13": 580}
-"""Oldest driver by the CUDA version of torch."""
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -28,8 +25,8 @@ class Gpu:
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that torch may use, in CUDA's order; [] on a host without GPUs.
 
-    Raises ValueError for a driver that is too old for this torch, and for GPUs of several kinds. CUDA orders different
-    GPUs by speed, and NVML does not. The slowest would determine the speed of a step.
+    Raises ValueError for GPUs of several kinds. CUDA orders different GPUs by speed, and NVML does not. The slowest
+    would determine the speed of a step.
     """
     import torch
 
@@ -42,22 +39,7 @@ def visible_gpus() -> list[Gpu]:
         raise ValueError(
             f"GPUs of several kinds are visible ({kinds}); select one kind by CUDA_VISIBLE_DEVICES"
         )
-    check_driver(pynvml.nvmlSystemGetDriverVersion())
     return gpus
-
-
-def check_driver(version: str) -> None:
-    """Raise ValueError for a driver that is too old for this torch, unless CUDA's compat library replaces it."""
-    import torch
-
-    least = LEAST_DRIVER.get((torch.version.cuda or "").partition(".")[0], 0)
-    if int(version.partition(".")[0]) < least and "compat" not in os.environ.get(
-        "LD_LIBRARY_PATH", ""
-    ):
-        raise ValueError(
-            f"NVIDIA driver {version}: torch {torch.__version__} is for CUDA {torch.version.cuda} and needs {least} or "
-            "newer; update the driver, or put CUDA's compat library into LD_LIBRARY_PATH"
-        )
 
 
 def list_gpus(visible: str | None) -> list[Gpu]:

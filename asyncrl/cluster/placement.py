@@ -50,13 +50,8 @@ class WorkerSpec:
     model_path: str
     transport: str
     log_path: str
-    sockets_path: str | None = None
-    """Folder for vLLM's sockets and temporary files, removed with the run; None: vLLM's default."""
-
-    @property
-    def receives_weights(self) -> bool:
-        """Return whether the trainer sends weights to the engine. With other transports the engine reads them."""
-        return self.transport == "nccl"
+    sockets_path: str = ""
+    """Folder for vLLM's sockets and temporary files, removed with the run."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +68,9 @@ class Placement:
     @property
     def num_gpus(self) -> int:
         """Number of GPUs in use on this node; 0 without GPUs."""
-        used = {gpu for gpu in self.trainer_gpus if gpu is not None}
-        for worker in self.workers:
-            if worker.gpu is not None:
-                used |= set(range(worker.gpu, worker.gpu + worker.num_gpus))
-        return len(used)
+        own = [worker for worker in self.workers if worker.shared_with_rank is None]
+        num_of_workers = sum(worker.num_gpus for worker in own if worker.gpu is not None)
+        return sum(gpu is not None for gpu in self.trainer_gpus) + num_of_workers
 
     def table(self) -> str:
         """Return the placement as text, a line per process."""
@@ -86,18 +79,14 @@ class Placement:
         for rank, gpu in enumerate(self.trainer_gpus):
             lines.append(f"  trainer rank {rank}     {_device(gpu, self.trainer_threads)}")
         for w in self.workers:
-            shared = (
-                f", shared with trainer rank {w.shared_with_rank}"
-                if w.shared_with_rank is not None
-                else ""
+            is_shared = w.shared_with_rank is not None
+            parts = (
+                _device(w.gpu, w.cpu_threads, w.num_gpus),
+                "on own cores" * bool(w.cores),
+                f"shared with trainer rank {w.shared_with_rank}" * is_shared,
+                f"{w.gpu_memory_utilization:.1%} of its memory" * bool(w.gpu_memory_utilization),
             )
-            memory = (
-                f", {w.gpu_memory_utilization:.1%} of its memory"
-                if w.gpu_memory_utilization
-                else ""
-            )
-            device = _device(w.gpu, w.cpu_threads, w.num_gpus) + ", on own cores" * bool(w.cores)
-            lines.append(f"  rollout worker {w.worker}   {device}{shared}{memory}")
+            lines.append(f"  rollout worker {w.worker}   {', '.join(filter(None, parts))}")
         return "\n".join(lines)
 
 
@@ -107,13 +96,10 @@ def _device(gpu: int | None, threads: int, num_gpus: int = 1) -> str:
     return f"gpu {gpu}" if num_gpus == 1 else f"gpus {gpu} to {gpu + num_gpus - 1}"
 
 
-def place(
-    config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int, has_nccl: bool = True
-) -> Placement:
+def place(config: Config, num_gpus: int, num_cores: int, num_trainer_ranks: int) -> Placement:
     """Return the device of every process of a node, and the transport of weights.
 
-    A remote host has 0 trainer ranks. `has_nccl`: torch has NCCL. Raises ValueError, with the arithmetic, if the
-    processes do not fit.
+    A remote host has 0 trainer ranks. Raises ValueError, with the arithmetic, if the processes do not fit.
     """
     if num_gpus:
         workers = _place_on_gpus(config, num_gpus, num_trainer_ranks)
@@ -133,7 +119,7 @@ def place(
             "--colocate sleep is for one GPU that trainer and engine share, and they share none; use --colocate share, "
             "or make one GPU visible: CUDA_VISIBLE_DEVICES=0"
         )
-    transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks, has_nccl)
+    transport = _choose_transport(config.weight_sync, workers[0], num_trainer_ranks)
     return Placement(trainer_gpus, threads, workers, transport)
 
 
@@ -182,21 +168,17 @@ def _count_on_cpu(config: Config, num_cores: int) -> int:
     return num_workers
 
 
-def _choose_transport(
-    wanted: str, worker: WorkerPlacement, num_trainer_ranks: int, has_nccl: bool
-) -> str:
+def _choose_transport(wanted: str, worker: WorkerPlacement, num_trainer_ranks: int) -> str:
     """Return the `wanted` transport, or for `auto` the fastest. Raises ValueError if it cannot work."""
     if worker.gpu is None or num_trainer_ranks == 0:
         possible, why = ["shm"], "without a GPU weights go through host memory"
     elif worker.shared_with_rank is not None:
         possible, why = ["ipc", "shm"], "trainer and worker share one GPU, which NCCL refuses"
-    elif has_nccl:
+    else:
         possible, why = (
             ["nccl", "shm"],
             "trainer and workers have separate GPUs, between which there is no CUDA IPC",
         )
-    else:
-        possible, why = ["shm"], "this torch has no NCCL"
     if wanted not in (*possible, "auto"):
         raise ValueError(
             f"--weight-sync {wanted} cannot work here: {why}; use {' or '.join(possible)}, or auto"

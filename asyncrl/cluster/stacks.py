@@ -17,7 +17,6 @@ STACKS_FILE = "ASYNC_RL_STACKS"
 """Environment variable with the file for the stacks of a run's processes."""
 DUMP_S = 0.2
 """Time that a process has to write its stacks."""
-_kept_open: list = []
 
 
 def run_root() -> psutil.Process:
@@ -46,9 +45,8 @@ def write_stacks_to(path: Path | None = None) -> None:
     if path is not None:
         os.environ[STACKS_FILE] = str(path)
     name = os.environ.get(STACKS_FILE)
-    file = open(name, "a", encoding="utf-8") if name else sys.stderr  # noqa: SIM115 (the handler needs it open)
+    file = open(name, "a", encoding="utf-8") if name else sys.stderr  # noqa: SIM115 (the handler keeps it)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    _kept_open.append(file)
 
 
 def dump_stacks(pid: int | None = None) -> str:

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from asyncrl.cluster.processes import kill_session
 
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
-SAFE_PATH = "by the run"
-"""PYTHONSAFEPATH of a worker while its engine starts. Any text turns it on."""
 
 
 class WorkerProcess:
@@ -42,11 +40,10 @@ class WorkerProcess:
         self._log_start = self._log_path.stat().st_size  # a restarted worker appends
         # not a daemon process, because daemons can have no children, such as the engine
         self.process = context.Process(
-            target=_run, args=(main, spec, theirs), name=f"rollout-worker-{spec.placement.worker}"
+            target=_run, args=(main, spec, theirs), name=f"rollout worker {spec.placement.worker}"
         )
         self.started_at = time.monotonic()
-        with _safe_path():
-            self.process.start()
+        self.process.start()
         theirs.close()  # the pipe then ends with the worker
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         # first, because it ends the other thread, and a signal may come between the two
@@ -94,15 +91,13 @@ class WorkerProcess:
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
+        elif code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         else:
-            how = (
-                f"killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
+            how = f"exited with code {code}"
         log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         shown = "".join(f"\n  | {line}" for line in log[-LOG_LINES_SHOWN:])
-        who = f"{self.process.name.replace('-', ' ')} (pid {self.process.pid})"
+        who = f"{self.process.name} (pid {self.process.pid})"
         return f"{who} {how}{cause_in(log)}; its last log lines, from {self._log_path}:{shown}"
 
 
@@ -118,25 +113,6 @@ def cause_in(log: list[str]) -> str:
         if not re.search(r"EngineDeadError|the engine is dead", error):
             return f": {error}"
     return ": its engine was killed, most likely because memory ran out" if errors else ""
-
-
-@contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
-    """Make processes that start, also vLLM's, not import Python's own modules from the current folder."""
-    given = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = given or SAFE_PATH
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if given is not None:
-            os.environ["PYTHONSAFEPATH"] = given
-
-
-def end_safe_path() -> None:
-    """Allow programs that a worker starts to import files beside them, unless the user has set PYTHONSAFEPATH."""
-    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
-        del os.environ["PYTHONSAFEPATH"]
 
 
 def _run(main: Callable, spec: WorkerSpec, connection) -> None:

@@ -49,12 +49,15 @@ class Announcements:
         self.transport.make_readable(announcement.staged)
         for worker in self.workers:
             worker.needs_update = worker.is_paused or worker.is_behind(self.newest)
-            if worker.is_up and worker.loading is None:
-                self.send_pending_update(worker)
+            self.send_pending_update(worker)
 
     def send_pending_update(self, worker: Worker) -> None:
-        """Send a worker the newest weights if it needs them. If their buffer is being overwritten, it gets the next."""
-        if worker.needs_update and worker.can_load(self.newest):
+        """Send a worker the newest weights if it needs them, is up and loads no others.
+
+        If their buffer is being overwritten, it gets the next.
+        """
+        is_free = worker.is_up and worker.loading is None
+        if is_free and worker.needs_update and worker.can_load(self.newest):
             worker.needs_update = False
             worker.load(self.newest)
 

@@ -234,16 +234,12 @@ class SampleBuffer:
         if not self._may_have_batch:
             return None
         group_ids = self.oldest_finished()
-        if group_ids is None or not self._others_meet_deadlines(group_ids):
+        if group_ids is None or next(self.too_late_after(group_ids), None) is not None:
             self._may_have_batch = False
             return None
         for group_id in group_ids:
             self._check_fresh(group_id)
         return group_ids
-
-    def _others_meet_deadlines(self, group_ids: list[int]) -> bool:
-        """Return whether no group outside a batch comes too late if the batch is taken now."""
-        return next(self.too_late_after(group_ids), None) is None
 
     def consume(self, group_ids: list[int]) -> list[Group]:
         """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""

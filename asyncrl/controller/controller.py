@@ -219,8 +219,7 @@ class Controller:
         self.dispatcher.report_idle(reason_if_full)
 
     # Batches: `wait_for_batch` → `wait_on_clock`, which chooses the state of the clock → `wait_until`, which calls
-    # `prepare_batch` after every change until there is a batch. Meanwhile `can_get_batch` tells whether one can come.
-    # `consume_batch` follows when all nodes have theirs.
+    # `prepare_batch` after every change until there is a batch. `consume_batch` follows when all nodes have theirs.
 
     def wait_for_batch(self) -> list[int]:
         """Wait for the next batch and return the ids of its groups. Raises as `wait_on_clock`."""
@@ -229,7 +228,7 @@ class Controller:
     def wait_on_clock(self, done: Callable[[], Any]) -> Any:
         """Wait for the result of `done()` as for a batch, and return it. The clock counts the time as a wait.
 
-        Raises RolloutEnded if rollout has ended or an earlier wait timed out, and RuntimeError if no batch is possible.
+        Raises RolloutEnded if an earlier wait timed out, or if rollout has ended and there is no result.
         """
         if self._has_timed_out:
             self._check_end()
@@ -242,9 +241,12 @@ class Controller:
         def try_now() -> Any:
             # places stay taken while an evaluation delays weights
             self.clock.enter("wait" if self.announcements.deferred is None else "evaluate")
-            return done()
+            result = done()
+            if not result:
+                self._check_end()
+            return result
 
-        return self.wait_until(try_now, kind, self.can_get_batch)
+        return self.wait_until(try_now, kind)
 
     def prepare_batch(self) -> list[int] | None:
         """Drop groups that the next batch need not wait for. Return its groups' ids, or None if it must be waited for.
@@ -256,35 +258,22 @@ class Controller:
             return self.buffer.find_batch()
 
     def consume_batch(self, group_ids: list[int]) -> list[Group]:
-        """Consume a batch and return its groups, for training."""
+        """Consume a batch and return its groups, for training.
+
+        Stop sampling if a full batch suspends it, and make engines free their memory if the trainer needs it for its
+        step. `Announcements` wakes suspended and sleeping workers.
+        """
         with self.lock:
             groups = self.buffer.consume(group_ids)
             self.dispatcher.drop_expired()
-            self._suspend_until_update()
+            # no update may interrupt an evaluation, so it could not continue
+            if self.config.suspends_between_steps and self.evaluation is None:
+                self.workers.suspend()
             self.admit_and_send()
-            self._sleep_until_update()
+            if self.config.colocate == "sleep":
+                self.finish_evaluations()
+                self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
             return groups
-
-    def _suspend_until_update(self) -> None:
-        """Stop sampling if a full batch suspends it. `Announcements` wakes suspended and sleeping workers."""
-        # no update may interrupt an evaluation, so it could not continue
-        if self.config.suspends_between_steps and self.evaluation is None:
-            self.workers.suspend()
-
-    def _sleep_until_update(self) -> None:
-        """Make engines free their memory if the trainer needs it for its step."""
-        if self.config.colocate == "sleep":
-            self.finish_evaluations()
-            self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
-
-    def can_get_batch(self) -> bool:
-        """Return whether a batch is possible before the next weights: a ticket runs or can start.
-
-        Raises RolloutEnded if rollout has ended.
-        """
-        self._check_end()
-        weights = self.announcements
-        return weights.newest is None or weights.deferred is not None or self.dispatcher.can_go_on()
 
     def is_idle(self) -> bool:
         """Return whether no worker of this node has a response to sample before the next weights.
@@ -392,15 +381,11 @@ class Controller:
                 with contextlib.suppress(RolloutEnded):
                     answered = self.workers.request_progress_of_all()
                     self.wait_until(answered, "responses in flight")
-            queue, num_lost = unfinished_tickets(
+            queue = unfinished_tickets(
                 self.workers, self.dispatcher.queue, self.buffer, self.ticket_source
             )
-            buffer = self.buffer.state()
-            # a resume loses these tokens: they count as generated, and as dropped
-            for count in ("tokens_generated", "tokens_dropped_discarded"):
-                buffer.ledger[count] += num_lost
             state = ControllerState(
-                buffer,
+                self.buffer.state(),
                 copy.deepcopy(self.ticket_source.state),
                 queue,
                 published_version=self.announcements.newest.version,
@@ -432,13 +417,11 @@ class Controller:
 
     # Waiting
 
-    def wait_until(
-        self, done: Callable[[], Any], goal: str, is_possible: Callable[[], bool] = lambda: True
-    ) -> Any:
+    def wait_until(self, done: Callable[[], Any], goal: str) -> Any:
         """Wait until `done()` is true and return its value. It is called after every change, under the lock.
 
         While a worker starts, the timeout does not run. Raises errors of background threads, and RolloutEnded after the
-        timeout. Raises RuntimeError if `is_possible()` is false and nothing changes for a second.
+        timeout.
         """
         deadline = time.monotonic() + self.config.timeout_s
         with self.lock:
@@ -449,13 +432,7 @@ class Controller:
                     self.announcements.transport.check()
                     if result := done():
                         return result
-                    is_hopeless = not is_possible()
-                    # after a notification, `check` may know a better reason
-                    if not self.lock.wait(timeout=1.0) and is_hopeless:
-                        raise RuntimeError(
-                            f"{goal} can never come: no ticket runs, and no ticket may start before the next weights "
-                            f"are published; state: {self.dispatcher.describe()}"
-                        )
+                    self.lock.wait(timeout=1.0)
                     if self.workers.any_starting and self.ended_by is None:
                         deadline = time.monotonic() + self.config.timeout_s
                     elif time.monotonic() > deadline:

@@ -5,7 +5,6 @@ Flash, arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
 """
 
 import heapq
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,16 +145,6 @@ class Dispatcher:
             self.queue.extendleft(reversed(tickets))
         else:
             self.queue.extend(tickets)
-
-    def can_go_on(self) -> bool:
-        """Return whether a training ticket runs, or can start without new weights on a worker that is not paused."""
-        if self.workers.any_starting or self.buffer.num_free_places() > 0:
-            return True
-        active = [
-            worker for worker in self.workers if worker.loading is not None or not worker.is_paused
-        ]
-        tickets = itertools.chain(self.queue, *(worker.tickets.values() for worker in active))
-        return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
 
     def admit_groups(self) -> None:
         """Admit groups while places are free. Raises RolloutEnded if a prompt cannot be made."""

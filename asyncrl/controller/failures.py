@@ -29,11 +29,10 @@ class Failures:
     @property
     def is_reported(self) -> bool:
         """Whether more than REPORTED_SHARE of the responses or groups failed."""
-        shares = (
-            self.num_failed / max(1, self.num_responses),
-            self.num_failed_groups / max(1, self.num_groups),
+        return (
+            self.num_failed > REPORTED_SHARE * self.num_responses
+            or self.num_failed_groups > REPORTED_SHARE * self.num_groups
         )
-        return max(shares) > REPORTED_SHARE
 
     def count(self, failure: str) -> None:
         """Count a response that was not aborted. `failure` is its reason if it failed, else empty."""

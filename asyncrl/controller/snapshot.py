@@ -51,23 +51,21 @@ def unfinished_tickets(
     queue: Iterable[Ticket],
     buffer: SampleBuffer,
     ticket_source: TicketSource,
-) -> tuple[list[Ticket], int]:
-    """Return the tickets of running groups, oldest first, and the number of generated tokens that are lost.
+) -> list[Ticket]:
+    """Return the tickets of running groups, oldest first.
 
     A ticket continues from the tokens that its worker has reported.
     """
-    partials, lost, assigned = {}, {}, []
+    partials, assigned = {}, []
     for worker in workers:
         assigned += worker.awaited
         if worker.in_flight is not None:
             partials |= worker.in_flight.partials
-            lost |= worker.in_flight.lost
     assigned.sort(key=lambda ticket: ticket.ticket_id)
-    unfinished, num_lost = [], 0
+    unfinished = []
     for ticket in (*assigned, *queue):
         # This leaves out evaluation tickets, too, because their groups are not resident. `evaluates` restarts them.
         if buffer.is_unfinished(ticket.group_id):
-            num_lost += lost.get(ticket.ticket_id, 0)
             partial = partials.get(ticket.ticket_id)
             unfinished.append(ticket_source.continued(ticket, partial) if partial else ticket)
-    return unfinished, num_lost
+    return unfinished

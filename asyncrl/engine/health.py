@@ -16,11 +16,6 @@ DUMP_S = 1.0
 """Time that the engine's processes have to write their stacks."""
 
 
-def death_of(engine: Any) -> RuntimeError | None:
-    """Return the error of a dead engine; None while it is alive. vLLM has logged the cause."""
-    return RuntimeError("the engine is dead") if engine.errored else None
-
-
 async def watch(engine: Any, timeout_s: float) -> None:
     """Raise an error when the engine is dead, or has not answered for `timeout_s` seconds."""
     await asyncio.gather(_watch_death(engine), _watch_answers(engine, timeout_s))
@@ -28,9 +23,9 @@ async def watch(engine: Any, timeout_s: float) -> None:
 
 async def _watch_death(engine: Any) -> None:
     """Raise an error when the engine is dead. vLLM fails its requests then, but not an update or a suspend."""
-    while not (death := death_of(engine)):
+    while not engine.errored:
         await asyncio.sleep(WATCH_S)
-    raise death
+    raise RuntimeError("the engine is dead")
 
 
 async def _watch_answers(engine: Any, timeout_s: float) -> None:

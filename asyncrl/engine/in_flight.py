@@ -5,7 +5,7 @@ import asyncio
 from asyncrl.engine.completion import Request, read_completion
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy, engine_ids_of
-from asyncrl.engine.vllm_setup import num_sampled, output_so_far, request_states
+from asyncrl.engine.vllm_setup import output_so_far, request_states
 from asyncrl.messages import InFlight
 from asyncrl.records import Completion
 
@@ -23,22 +23,15 @@ async def settle(proxy: LLMProxy) -> None:
 
 
 def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFlight:
-    """Return the progress of the trajectories of training tickets.
-
-    A single-turn response can be continued. The tokens of other responses will be lost, and are only counted.
-    """
-    partials, lost = {}, {}
-    for ticket_id, ticket_episodes in episodes.items():
-        first = ticket_episodes[0]
-        if first.ticket.is_evaluation:
-            continue
-        if proxy.config.is_multi_turn or len(ticket_episodes) > 1:
-            lost[ticket_id] = _count_sampled(proxy, ticket_episodes)
+    """Return the progress of training responses that a resume can continue: those of one turn and one request."""
+    partials = {}
+    for ticket_id, (first, *others) in episodes.items():
+        if proxy.config.is_multi_turn or others or first.ticket.is_evaluation:
             continue
         completion = _read_response(proxy, first)
         if completion is not None and completion.tokens:
             partials[ticket_id] = completion
-    return InFlight(partials, lost)
+    return InFlight(partials)
 
 
 def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
@@ -52,15 +45,3 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     num_top = proxy.config.top_logprobs
     parts = [*request.parts, *(read_completion(output, num_top) for output in outputs)]
     return Request(parts=parts).end("interrupted")
-
-
-def _count_sampled(proxy: LLMProxy, episodes: list[Episode]) -> int:
-    """Count the tokens of a ticket's trajectories: of ended turns, and of running requests."""
-    completions = [
-        completion for episode in episodes for _, completion in episode.placed_completions
-    ]
-    num_tokens = sum(len(completion.tokens) for completion in completions)
-    for request in map(proxy.requests.get, set().union(*(e.request_ids for e in episodes))):
-        if request is not None:
-            num_tokens += len(request.tokens) + num_sampled(proxy.engine, request.engine_id)
-    return num_tokens

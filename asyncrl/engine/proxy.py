@@ -7,7 +7,7 @@ updates there were. Functions import vllm, so the import of this module costs no
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -51,8 +51,8 @@ class LLMProxy:
 
     @property
     def death(self) -> RuntimeError | None:
-        """The error of a dead engine; None while it is alive."""
-        return health.death_of(self.engine)
+        """The error of a dead engine, whose cause vLLM has logged; None while it is alive."""
+        return RuntimeError("the engine is dead") if self.engine.errored else None
 
     async def watch(self) -> None:
         """Raise an error when the engine is dead, or does not answer for --timeout-s."""
@@ -79,16 +79,15 @@ class LLMProxy:
         request_id: str,
         prompt_tokens: tuple[int, ...],
         seed: int | None,
-        max_tokens: int | None = None,
+        max_tokens: int,
         prefix: Completion | None = None,
     ) -> Completion:
         """Sample one response, or the rest of a response after its `prefix`, through any updates.
 
-        It has at most `max_tokens` tokens in all, by default max_response_tokens. Without a seed sampling is greedy.
+        It has at most `max_tokens` tokens in all. Without a seed sampling is greedy.
         """
         if prefix is not None and prefix.finish_reason != "interrupted":
             return prefix
-        max_tokens = max_tokens or self.config.max_response_tokens
         request = self.requests[request_id] = Request(parts=[] if prefix is None else [prefix])
         try:
             while True:
@@ -167,8 +166,7 @@ class LLMProxy:
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         final = await self.run_request(f"score-{next(self._score_numbers)}", list(tokens), params)
-        pairs = zip(final.prompt_logprobs[1:], tokens[1:], strict=True)
-        return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
+        return _logprobs_of(tokens[1:], final.prompt_logprobs[1:])
 
     async def decode(self, tokens: tuple[int, ...], num_tokens: int) -> np.ndarray:
         """Sample `num_tokens` tokens in place of the last ones.
@@ -183,11 +181,9 @@ class LLMProxy:
         prompt = list(tokens[:-num_tokens])
         final = await self.run_request(f"decode-{next(self._score_numbers)}", prompt, params)
         (output,) = final.outputs
-        sampled = list(output.token_ids)
-        pairs = zip(output.logprobs, sampled, strict=True)
-        decoded = [position[token].logprob for position, token in pairs]
-        read = await self.score((*prompt, *sampled))
-        return np.stack([np.array(decoded, np.float32), read[-num_tokens:]])
+        decoded = _logprobs_of(output.token_ids, output.logprobs)
+        read = await self.score((*prompt, *output.token_ids))
+        return np.stack([decoded, read[-num_tokens:]])
 
     async def abort(self, request_ids: Iterable[str | None]) -> None:
         """End requests. Each returns its tokens so far, with finish reason `interrupted`. Unknown ids are ignored.
@@ -296,3 +292,9 @@ class LLMProxy:
 def engine_ids_of(requests: Iterable[Request]) -> list[str]:
     """Return the ids of the engine's running requests for these responses."""
     return [request.engine_id for request in requests if request.engine_id is not None]
+
+
+def _logprobs_of(tokens: Sequence[int], places: Sequence[dict]) -> np.ndarray:
+    """Return the log-prob of each token from vLLM's log-probs in its place, by token, [T] float32."""
+    pairs = zip(tokens, places, strict=True)
+    return np.array([place[token].logprob for token, place in pairs], dtype=np.float32)

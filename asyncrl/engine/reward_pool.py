@@ -78,10 +78,8 @@ class RewardPool:
 
         Raises Failed if a function raises, hangs, kills its process, or returns neither a finite number nor a dict.
         """
-        if len(self._pools) == 1:  # the task that `gather` makes would take as long as the rest
-            return add_rewards([await self._pools[0].score(answer, response)])
-        scoring = [pool.score(answer, response) for pool in self._pools]
-        return add_rewards(await asyncio.gather(*scoring))
+        # Plain functions come first: a response that fails them asks no service.
+        return add_rewards([await pool.score(answer, response) for pool in self._pools])
 
     def close(self) -> None:
         """End the processes at once."""
@@ -179,21 +177,14 @@ class _PoolOfKind:
 
     async def _take_place(self) -> _Process:
         """Return a process that can take a response. If there is none, fork one."""
-        process = self._free_process()
-        if process is None:
-            async with self._is_forking:
-                process = self._free_process()  # places can become free meanwhile
-                if process is None:
-                    process = await self._fork()
-                    self._places += [process] * (self._capacity - 1)
-        return process
-
-    def _free_process(self) -> _Process | None:
-        while self._places:
-            process = self._places.pop()
-            if not process.is_dead:
-                return process
-        return None
+        async with self._is_forking:
+            while self._places:
+                process = self._places.pop()
+                if not process.is_dead:
+                    return process
+            process = await self._fork()
+            self._places += [process] * (self._capacity - 1)
+            return process
 
     async def _ask(self, process: _Process, request: list, *, is_alone: bool) -> Reward:
         """Score a response. Kill the process if it hangs. Raises _Died if another response may be the cause."""

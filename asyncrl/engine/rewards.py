@@ -7,7 +7,6 @@ a dict of such numbers, its parts. Their sum is the reward. With `async def` it 
 
 import asyncio
 import contextlib
-import difflib
 import inspect
 import json
 import math
@@ -18,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config import nearest
 from asyncrl.tasks import score_of
 from asyncrl.user_code import is_user_code, load
 from data.problem import Problem
@@ -114,23 +114,19 @@ class RewardScorer:
         return "".join(f"{function.text}: " for function in self.functions if function.text)
 
     def check(self, problem: Problem) -> None:
-        """Raise ValueError for a problem that lacks a needed column, or whose answer a shipped task refuses."""
-        row = {"response": "", **_row(problem.answer)}
+        """Raise ValueError for a problem that lacks a needed column, or whose answer a shipped task refuses.
+
+        A column that is null is missing.
+        """
+        columns = sorted(name for name, value in _row(problem.answer).items() if value is not None)
         place = f"{problem.place}: " * bool(problem.place)
         for function in self.functions:
             scored = f"--reward {function.text}" if function.text else "a row without --reward"
             for name in function.needed:
-                if name not in row:
-                    columns = sorted(row.keys() - {"response"})
-                    near = difflib.get_close_matches(name, columns, n=1) or ["one of them"]
+                if name not in ("response", *columns):
                     raise ValueError(
-                        f"{place}{scored} needs the column {name}, and the row has {', '.join(columns)}; rename "
-                        f"{near[0]} to {name}{', or the parameter' * bool(function.text)}"
-                    )
-                if row[name] is None:
-                    raise ValueError(
-                        f"{place}{scored} needs {name}, and there it is null; fill it or leave the row out"
-                        f"{', or give the parameter a default' * bool(function.text)}"
+                        f"{place}{scored} needs the column {name}, and the row has {', '.join(columns)} besides nulls; "
+                        f"fill or rename it, or give the parameter a default{nearest(name, columns)}"
                     )
             if not function.text:
                 try:
@@ -177,19 +173,11 @@ def load_scorer(task: str, rewards: Sequence[str] = ()) -> RewardScorer:
 
 
 def _load(reward: str, is_only: bool) -> RewardFunction:
-    text, star, weight = reward.partition("*")
+    text, _, weight = reward.partition("*")
     function = load(text, "--reward")
     if not callable(function):
         raise ValueError(
             f"--reward {text} is {brief(function)}, not a function: write `def NAME(response, answer, **row)`"
-        )
-    try:
-        factor = float(weight if star else 1)
-    except ValueError:
-        factor = math.nan
-    if not math.isfinite(factor):
-        raise ValueError(
-            f"--reward {reward}: the weight is {weight!r}, not a finite number; write for example *0.5"
         )
     parameters = inspect.signature(function).parameters.values()
     columns = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -207,7 +195,7 @@ def _load(reward: str, is_only: bool) -> RewardFunction:
         return function(**{**taken, "response": response})
 
     label = "" if is_only else text.rpartition(":")[2]
-    return RewardFunction(call, _is_async(function), text, factor, label, needed)
+    return RewardFunction(call, _is_async(function), text, float(weight or 1), label, needed)
 
 
 def _is_async(function: Callable) -> bool:

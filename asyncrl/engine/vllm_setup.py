@@ -9,7 +9,6 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import (
     exit_with_parent,
@@ -38,19 +37,19 @@ def set_up_process(spec: WorkerSpec) -> None:
     exit_with_parent()
     keep_freed_memory()
     setproctitle(f"rollout {spec.placement.worker}")
-    environment = without_torchrun(dict(os.environ)) | worker_environment(
-        spec.placement, spec.sockets_path
-    )
+    # kept for later runs; the run deletes the other folder, with the files that vLLM leaves there
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    environment = {"TORCHINDUCTOR_CACHE_DIR": compiled}
+    environment |= without_torchrun(dict(os.environ)) | worker_environment(spec.placement)
+    environment |= {"VLLM_RPC_BASE_PATH": spec.sockets_path, "TMPDIR": spec.sockets_path}
     if spec.config.batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = spec.sockets_path  # None: the default of the environment
+    tempfile.tempdir = spec.sockets_path
 
 
-def worker_environment(
-    placement: WorkerPlacement, sockets_path: str | None = None
-) -> dict[str, str]:
+def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
     """Return environment variables that vLLM reads at import: device, threads, no telemetry."""
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if direct != "*":  # some clients accept "*" only as the whole list
@@ -66,15 +65,6 @@ def worker_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_PROCESS_NAME_PREFIX": f"engine {placement.worker}",
     }
-    # the folder is deleted at the end of the run, with the files that vLLM leaves there
-    if sockets_path is not None:
-        # these files are kept for later runs
-        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        environment |= {
-            "VLLM_RPC_BASE_PATH": sockets_path,
-            "TMPDIR": sockets_path,
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
-        }
     if placement.gpu is None:
         # By default every engine of a host would bind to the same cores.
         return environment | {
@@ -87,8 +77,6 @@ def worker_environment(
     end = placement.gpu + placement.num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
     devices = [name.strip() for name in visible.split(",")]
-    if any(name.startswith("GPU-") for name in devices):  # vLLM does not accept a shortened UUID
-        devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
 
 
@@ -208,18 +196,6 @@ def request_states(engine, request_id: str) -> list:
         processor.request_states[internal_id]
         for internal_id in processor.external_req_ids.get(request_id, ())
     ]
-
-
-def num_sampled(engine, request_id: str) -> int:
-    """Return the number of tokens of all responses of a running request, ended ones included."""
-    states = request_states(engine, request_id)
-    ended = (
-        states[0].parent_req.output_aggregator
-        if states and states[0].parent_req is not None
-        else []
-    )
-    num_ended = sum(len(output.token_ids) for output in ended if output is not None)
-    return num_ended + sum(state.detokenizer.num_output_tokens() for state in states)
 
 
 def output_so_far(state):

@@ -197,7 +197,6 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
         len(visible_gpus()),
         available_cores(),
         len(cluster.local_ranks),
-        dist.is_nccl_available(),
     )
     torch.set_num_threads(placement.trainer_threads)
     check_shares(config, cluster.num_nodes, cluster.num_ranks)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -163,7 +162,7 @@ def _place_here(config: Config) -> list[str]:
     """Return lines on the processes of a run on this machine, without a plan of its GPUs."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     here = len(visible_gpus()), available_cores()
-    placement = place(config, *here, num_ranks, dist.is_nccl_available())
+    placement = place(config, *here, num_ranks)
     check_shares(config, 1, num_ranks)
     return [
         "dry run on this machine: nothing is started",

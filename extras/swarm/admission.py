@@ -4,18 +4,17 @@ import socket
 from pathlib import Path
 
 from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.fingerprint import code_digest, digest
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.config import ChangeableBy, Config, options_changeable_by
-from asyncrl.user_code import user_code_names, with_absolute_paths
+from asyncrl.user_code import files, user_code_names, with_absolute_paths
 from extras.swarm.wire import (
     PROTOCOL,
     Join,
     JoinAt,
     Refused,
     Welcome,
-    code_digest,
     printable,
-    user_code_digest,
 )
 
 MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -31,7 +30,7 @@ class Admission:
         """Raises ValueError if files of the model are too large to be sent."""
         self._code = code_digest()
         self._device = "cuda" if visible_gpus() else "cpu"
-        user_code = user_code_digest(user_code_names(config))
+        user_code = digest(files(user_code_names(config)))
         self._welcome = Welcome(shared_options(config), read_model_files(model_path), user_code)
         self.addresses: list[str] = []
         """Address of each node of the run. Only the first node knows them: all hosts ask it first."""

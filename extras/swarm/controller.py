@@ -178,8 +178,7 @@ class SwarmController(Controller):
         """Make hosts fetch the announced weights. It is called when another snapshot is kept."""
         with self.lock:
             for worker in self.workers:
-                if worker.is_up and worker.loading is None:
-                    self.announcements.send_pending_update(worker)
+                self.announcements.send_pending_update(worker)
 
     # Measurements
 

@@ -27,10 +27,11 @@ from pathlib import Path
 
 import zmq
 
+from asyncrl.cluster.fingerprint import digest
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.config import Config, with_home_folder
 from asyncrl.messages import Connect, Ready, Stop, WeightsLoaded
-from asyncrl.user_code import user_code_names, with_absolute_paths
+from asyncrl.user_code import files, user_code_names, with_absolute_paths
 from extras.swarm import link
 from extras.swarm.host_engine import HostEngine, start_engines
 from extras.swarm.host_weights import HostWeights
@@ -45,7 +46,6 @@ from extras.swarm.wire import (
     Piece,
     Refused,
     Welcome,
-    user_code_digest,
 )
 
 STOP_S = 10.0
@@ -218,7 +218,7 @@ def check_user_code(welcome: Welcome) -> None:
     """Raise ValueError if user code here differs from the run's."""
     names = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
     with contextlib.suppress(OSError):
-        if user_code_digest(names) == welcome.user_code_digest:
+        if digest(files(names)) == welcome.user_code_digest:
             return
     raise ValueError(
         f"{', '.join(names)}: not what the run has, or imports; copy runs/NAME/code of the run here"

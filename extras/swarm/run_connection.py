@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from asyncrl.cluster.fingerprint import code_digest
 from asyncrl.cluster.gpus import visible_gpus
 from extras.swarm.link import Link
 from extras.swarm.wire import (
@@ -17,7 +18,6 @@ from extras.swarm.wire import (
     TO_HOST,
     Join,
     Leave,
-    code_digest,
     read_key,
 )
 

@@ -5,7 +5,6 @@ is its kind, which is the name of a class that can come from that side, and its 
 (asyncrl/runlog/plain.py). It is never a pickle, because a pickle can run code. Other bytes raise ValueError.
 """
 
-import hashlib
 import json
 import struct
 from collections.abc import Iterable
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 
 from zmq.utils import z85
 
-from asyncrl.cluster.fingerprint import fingerprint
-from asyncrl.config import Config
 from asyncrl.messages import (
     Abort,
     Connect,
@@ -28,7 +25,6 @@ from asyncrl.messages import (
     WeightsLoaded,
 )
 from asyncrl.runlog import plain
-from asyncrl.user_code import files
 
 PROTOCOL = 6
 """Number of this page and of asyncrl/messages.py; a host that has another is refused."""
@@ -160,18 +156,6 @@ def decode(kind: bytes, fields: bytes, classes: Iterable[type]) -> object:
 def printable(text: str) -> str:
     """Return a stranger's text for one line of a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def code_digest() -> str:
-    """Return one digest of all source files of a run."""
-    code = [item for item in fingerprint(Config()).items() if item[0].endswith(".py")]
-    return hashlib.sha256(str(code).encode()).hexdigest()
-
-
-def user_code_digest(texts: Iterable[str]) -> str:
-    """Return one digest of the places and contents of user code. Raises OSError for a missing file."""
-    code = sorted((place, path.read_bytes()) for place, path in files(texts).items())
-    return hashlib.sha256(str(code).encode()).hexdigest()
 
 
 def read_key(path: str) -> tuple[bytes, bytes, bytes]:

@@ -1,36 +1,40 @@
 import pytest
 
-from asyncrl.cluster.fingerprint import check_same, fingerprint
+from asyncrl.cluster.fingerprint import check_same, code_digest, fingerprint
 from asyncrl.config import Config
-
-
-def node(path, config=None, **files):
-    """The fingerprint of a node with these files."""
-    path.mkdir()
-    for name, text in files.items():
-        (path / f"{name}.py").write_text(text)
-    return fingerprint(config or Config(), path)
 
 
 def test_nodes_may_differ_in_where_their_files_are_and_in_the_size_of_their_devices():
     config = Config(data_path="/a", runs_dir="/b", num_rollout_workers=2, max_running_requests=8)
-    mine = fingerprint(config)
-    check_same({"node 0": mine, "node 1": fingerprint(Config())})
-    assert {"asyncrl/trainer/policy.py", "train_async.py", "algos/grpo.py"} <= mine.keys()
+    check_same({"node 0": fingerprint(config), "node 1": fingerprint(Config())})
 
 
-DIGEST = "[0-9a-f]{16}"
-
-
-def test_other_options_and_files_are_named_with_both_values_if_they_are_few(tmp_path):
-    mine = node(tmp_path / "mine", Config(lr=0.2), one="1", two="1", same="")
-    other = node(tmp_path / "other", Config(lr=0.1), one="2", more="", same="")
+def test_other_code_and_options_are_named_with_both_values():
+    mine = fingerprint(Config(lr=0.2)) | {"code": "12", "mine.py": "34"}
+    other = fingerprint(Config(lr=0.1)) | {"code": "56"}
     line = (
-        rf"^node 1 \(b\) does not run the same as node 0 \(a\): one.py {DIGEST} instead of {DIGEST}; two.py absent "
-        rf"instead of {DIGEST}; --lr 0.1 instead of 0.2; more.py {DIGEST} instead of absent; start all nodes .*differ$"
+        r"^node 1 \(b\) does not run the same as node 0 \(a\): code 56 instead of 12; --lr 0.1 instead of 0.2; "
+        r"mine.py absent instead of 34; start all nodes .*differ$"
     )
     with pytest.raises(ValueError, match=line):
         check_same({"node 0 (a)": mine, "node 1 (b)": other})
-    many = node(tmp_path / "many", **{f"module_{i}": "" for i in range(6)})
-    with pytest.raises(ValueError, match=r"; and 5 more; start all nodes "):
-        check_same({"node 0 (a)": mine, "node 1 (b)": many})
+
+
+@pytest.mark.parametrize(
+    ("path", "is_code"),
+    [
+        ("train.py", 1),
+        ("algos/a.py", 1),
+        ("extras/b/c.py", 1),
+        ("extras/tests/d.py", 0),
+        ("e.md", 0),
+    ],
+)
+def test_the_digest_of_code_changes_with_every_file_but_those_of_tests(tmp_path, path, is_code):
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    digests = {code_digest(tmp_path)}
+    for text in ("1", "2"):
+        file.write_text(text)
+        digests.add(code_digest(tmp_path))
+    assert len(digests) == 1 + 2 * is_code

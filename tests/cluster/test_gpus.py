@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from asyncrl.cluster.gpus import Gpu, check_driver, list_gpus, visible_gpus
+from asyncrl.cluster.gpus import Gpu, list_gpus, visible_gpus
 
 GIB = 2**30
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
@@ -47,7 +47,6 @@ def nvml(monkeypatch):
         NVMLError=NVMLError,
         NVMLError_NotSupported=NotSupported,
         nvmlInit=lambda: None,
-        nvmlSystemGetDriverVersion=lambda: "580.95.05",
         nvmlDeviceGetCount=lambda: len(GPUS),
         nvmlDeviceGetHandleByIndex=GPUS.__getitem__,
         nvmlDeviceGetHandleByUUID=lambda uuid: {INSTANCE.uuid: INSTANCE}[uuid],
@@ -98,23 +97,3 @@ def test_gpus_of_several_kinds_are_refused_by_name(nvml, monkeypatch):
         ValueError, match=r"gpu 0: NVIDIA H200, gpu 1: NVIDIA A100-SXM4-80GB\); select one kind"
     ):
         visible_gpus()
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "compat"), [("13.0", "570.1", ""), ("12.8", "470.199.02", "/usr/lib")]
-)
-def test_a_driver_that_is_too_old_for_torch_is_named_unless_cudas_own_library_stands_in(
-    nvml, monkeypatch, cuda, driver, compat
-):
-    check_driver(driver)  # torch is for the CPU
-    nvml.nvmlSystemGetDriverVersion = lambda: driver
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.version.cuda", cuda)
-    monkeypatch.setenv("LD_LIBRARY_PATH", compat)
-    with pytest.raises(
-        ValueError, match=f"NVIDIA driver {driver}: torch .* is for CUDA {cuda} and needs 5.*update"
-    ):
-        visible_gpus()
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/compat")
-    assert visible_gpus()

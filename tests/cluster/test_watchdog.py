@@ -27,16 +27,11 @@ RANK = (
     "end = watchdog.watch_for_stopped(0.5)\n"
     "print(os.getpid(), flush=True); sys.stdin.readline(); end()\n"
 )
-AGENT = (
-    "import os, subprocess, sys\n"
-    f"command = [sys.executable, '-c', {RANK!r}]\n"
-    "subprocess.run(command, env={**os.environ, 'TORCHELASTIC_RUN_ID': 'x'})\n"
-)
 
 
-def start(code, **options):
+def start(*words, **options):
     """Start a program. Return it, and the process whose pid is the first line that it prints."""
-    program = start_python("-c", code, stderr=subprocess.STDOUT, **options)
+    program = start_python("-c", *words, stderr=subprocess.STDOUT, **options)
     return program, psutil.Process(int(program.stdout.readline()))
 
 
@@ -59,30 +54,19 @@ def test_a_process_that_is_stopped_for_too_long_at_a_time_is_killed_and_named():
     assert f"(pid {root.pid}) was stopped (SIGSTOP) for 1 s, and is killed" in said
 
 
-def test_an_agent_that_is_stopped_while_its_ranks_finish_is_killed_and_named():
-    agent, _ = start(AGENT)
-    agent.send_signal(signal.SIGSTOP)
-    said = agent.communicate("finish\n", timeout=20)[0]  # until the one that watches has ended, too
-    assert agent.returncode == -signal.SIGKILL
-    assert f"(pid {agent.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in said
-
-
-def test_who_watches_for_a_rank_whose_agent_was_killed_before_watches_nobody_else():
-    orphaned = "import time\nwatchdog.ALONE_S = 1\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\nend = "
-    code = RANK.replace("end = ", orphaned)
-    agent, rank = start(
-        f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {code!r}, str(os.getpid())])",
-        env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
-    )
-    assert agent.wait() == 0 and rank.ppid() != agent.pid and len(rank.children()) == 1
-    assert agent.communicate("finish\n", timeout=20)[0] == "", (
-        "it ends with the rank and with who watches for it"
-    )
-
-
-def test_who_watches_ends_with_the_agent_of_ranks_that_have_finished_though_it_was_stopped():
-    agent, rank = start(AGENT)
+def test_who_watches_ends_with_its_rank_though_it_was_stopped():
+    rank_program, rank = start(RANK)
     (watch,) = rank.children()
     watch.suspend()
-    assert agent.communicate("finish\n", timeout=20)[0] == ""
-    assert agent.returncode == 0 and psutil.wait_procs([watch], timeout=5)[0]
+    assert rank_program.communicate("finish\n", timeout=20)[0] == ""
+    assert rank_program.returncode == 0 and psutil.wait_procs([watch], timeout=5)[0]
+
+
+def test_an_agent_that_is_stopped_while_its_rank_runs_is_killed_and_named():
+    command = "import os, subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1]])"
+    agent, _ = start(command, RANK, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
+    agent.send_signal(signal.SIGSTOP)
+    said = agent.stdout.readline()
+    assert f"(pid {agent.pid}) was stopped (SIGSTOP) for 0.5 s, and is killed" in said
+    assert agent.wait(timeout=20) == -signal.SIGKILL
+    agent.communicate("finish\n", timeout=20)

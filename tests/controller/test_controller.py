@@ -61,17 +61,6 @@ def run(monkeypatch, request):
     return run
 
 
-def test_a_batch_that_cannot_come_before_weights_are_published_ends_the_run_at_once(run):
-    run.begin()
-    for _ in range(2):
-        assert run.controller.consume_batch(run.controller.wait_for_batch())
-    with pytest.raises(
-        RuntimeError, match=r"a batch can never come: no ticket runs.*worker 0 .*v0"
-    ):
-        run.controller.wait_for_batch()
-    assert run.now < 100
-
-
 @pytest.mark.parametrize(
     ("acts_at", "ended_at", "message"),
     [

@@ -154,18 +154,16 @@ def check_beginning(partial, response):
     return len(rows)
 
 
-def test_one_request_gives_a_whole_group_of_which_what_is_in_flight_is_lost(pair):
-    """Nobody can continue such tokens."""
+def test_one_request_gives_a_whole_group_of_which_nothing_in_flight_can_be_continued(pair):
     ticket = Ticket(5, 0, 0, 6, 0, PROMPT, "", None, 9, 0)
     episodes = [Episode(pair.config, ticket, i, environment=None, generate=None) for i in range(6)]
     episodes[0].request_ids = {"5.0"}
-    counts = []
 
     async def run():
         group = generate_group(pair.proxy, "5.0", PROMPT, seed=3, num_responses=6)
         task = asyncio.create_task(group)
         while not task.done():
-            counts.append(read_in_flight(pair.proxy, {5: episodes}).lost[5])
+            assert read_in_flight(pair.proxy, {5: episodes}).partials == {}
             await asyncio.sleep(0.002)
             await settle(pair.proxy)
         return await task
@@ -173,8 +171,6 @@ def test_one_request_gives_a_whole_group_of_which_what_is_in_flight_is_lost(pair
     completions = pair.run(run())
     assert len({tuple(completion.tokens) for completion in completions}) == 6
     assert max(largest_gap(pair, completion) for completion in completions) < 1e-4
-    assert counts == sorted(counts)
-    assert 0 < counts[-1] <= sum(len(completion.tokens) for completion in completions)
 
 
 def test_an_engine_that_is_stopped_is_noticed_while_it_samples(pair, monkeypatch):
@@ -182,7 +178,7 @@ def test_an_engine_that_is_stopped_is_noticed_while_it_samples(pair, monkeypatch
     monkeypatch.setattr(pair.proxy, "config", replace(pair.config, timeout_s=0.5))
 
     async def watch():
-        response = asyncio.create_task(pair.proxy.generate("watched", PROMPT, seed=1))
+        response = asyncio.create_task(pair.proxy.generate("watched", PROMPT, 1, 100))
         await asyncio.sleep(0.01)
         os.kill(engine.pid, signal.SIGSTOP)
         try:

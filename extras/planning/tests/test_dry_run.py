@@ -263,7 +263,7 @@ def line_of_run(words, capsys):
     [
         ("--task jsonl --data-path none.jsonl", "--data-path FOLDER/none.jsonl does not exist"),
         ("--task jsonl --data-path bare.jsonl", "FOLDER/bare.jsonl, row 0 has no column prompt"),
-        ("--task jsonl --data-path anser.jsonl", "row 0: a row without --reward needs .* rename anser to answer$"),
+        ("--task jsonl --data-path anser.jsonl", "row 0: a row without --reward needs .* did you mean anser[?]$"),
         ("--task jsonl --data-path rows.jsonl --reward dry_score.py:score", "needs the column least, "),
         ("--task addition --reward dry_empty.py:none", "none"),
         ("--task jsonl --data-path rows.jsonl --max-prompt-tokens 2", "has . tokens, --max-prompt-tokens is 2"),

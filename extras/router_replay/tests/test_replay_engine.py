@@ -78,9 +78,10 @@ def test_of_an_interrupted_response_the_experts_are_those_of_the_keys_it_ended_w
     pair, on_update
 ):
     """`keep` keeps the keys of each token's own weights; `resume` computes all again by the last version's."""
+    num_tokens = pair.config.max_response_tokens
     with pair.options(on_update=on_update):
         completions, weights = pair.run_through_updates(
-            lambda: [pair.proxy.generate(f"{seed}", PROMPT, seed) for seed in range(24)]
+            lambda: [pair.proxy.generate(f"{i}", PROMPT, i, num_tokens) for i in range(24)]
         )
     is_other = []
     for completion in completions:

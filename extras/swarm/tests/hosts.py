@@ -15,6 +15,7 @@ import torch
 import zmq
 from fake_worker import run_fake_worker
 
+from asyncrl.cluster.fingerprint import code_digest
 from asyncrl.cluster.placement import Placement, WorkerPlacement
 from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
@@ -36,7 +37,6 @@ from extras.swarm.wire import (
     TO_ENGINE,
     TO_HOST,
     Join,
-    code_digest,
     read_key,
 )
 
