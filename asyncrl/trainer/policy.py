@@ -325,29 +325,17 @@ class Policy(WholeWeights):
         ]
         grad_norm, *head_norms = [float(gather(norm)) for norm in norms]
         is_finite = all(map(math.isfinite, [loss, grad_norm, *head_norms]))
+        changed_weights = 0.0
         if any([plugin.skips_update(loss, is_finite) for plugin in self.plugins]):
-            self.optimizer.zero_grad()
-            self.clock.enter("forward_backward")
-            return {
-                "loss/total": loss,
-                "loss/grad_norm": 0.0,
-                "loss/lr": lr,
-                "loss/changed_weights": 0.0,
-            }
-        if not is_finite:
+            grad_norm = 0.0
+        elif is_finite:
+            changed_weights = self._change_weights(lr)
+        else:
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )
-        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
-            group["lr"] = lr * scale
-        parameters = self._clipped[0]
-        num_changed = step_and_count_changes(self.optimizer, parameters)
-        num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
-        self.num_updates += 1
-        # Reading the sum waits for the device, too.
-        changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
             "loss/total": loss,
@@ -355,6 +343,16 @@ class Policy(WholeWeights):
             "loss/lr": lr,
             "loss/changed_weights": changed_weights,
         }
+
+    def _change_weights(self, lr: float) -> float:
+        """Step the optimizer. Return the share of weights that change in bfloat16; collective."""
+        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
+            group["lr"] = lr * scale
+        counts = step_and_count_changes(self.optimizer, self._clipped[0])
+        self.num_updates += 1
+        # Reading the sums waits for the device, too.
+        num_changed, num_unchanged = self.sum_over_ranks(counts).tolist()
+        return num_changed / (num_changed + num_unchanged)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks, on the policy's device; collective."""
