@@ -109,11 +109,15 @@ class Policy(WholeWeights):
         metrics = staleness_metrics(share, policy_version)
         metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(share)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        microbatches = self._pack_and_score_step(share, policy_version, has_proximal)
+        microbatches = [
+            [
+                self._with_initial_scores(self.pack_to_train(bundles, policy_version), has_proximal)
+                for bundles in minibatch
+            ]
+            for minibatch in with_equal_counts(share)
+        ]
         if self.module.value_head is not None:
-            microbatches, value_metrics = estimate_step(
-                microbatches, self.sum_over_ranks, self.config.advantage_options
-            )
+            microbatches, value_metrics = estimate_step(microbatches, self.config.advantage_options)
             metrics |= value_metrics
         stats = TokenStats()
         results = [
@@ -140,27 +144,15 @@ class Policy(WholeWeights):
             order += generator.permutation(num_minibatches).tolist()
         return order
 
-    def _pack_and_score_step(
-        self, share: RankShare, policy_version: int, has_proximal: bool
-    ) -> list[list[MicroBatch]]:
-        """Pack a step, and add the initial scores that it needs (see `train_step`); collective."""
-        microbatches = [
-            [self.pack_to_train(bundles, policy_version) for bundles in minibatch]
-            for minibatch in with_equal_counts(share)
-        ]
-        if has_proximal or self.module.value_head is not None:
-            microbatches = [
-                [self._with_initial_scores(microbatch, has_proximal) for microbatch in minibatch]
-                for minibatch in microbatches
-            ]
-        return microbatches
-
     @torch.no_grad()
     def _with_initial_scores(self, microbatch: MicroBatch, has_proximal: bool) -> MicroBatch:
-        """Add columns of scores by the weights before the first update: values, and proximal log-probs if asked."""
+        """Add the columns of scores by the weights before the first update that the step needs; collective."""
+        has_values = self.module.value_head is not None
+        if not has_proximal and not has_values:
+            return microbatch
         scores = self.forward(self.module, microbatch)
         columns = dict(microbatch.columns)
-        if self.module.value_head is not None:
+        if has_values:
             columns["values"] = scores.values
         if has_proximal:
             columns["proximal_logprobs"] = scores.logprobs
