@@ -147,7 +147,6 @@ def _check_folder(model: str, folder: str) -> None:
             raise ValueError(
                 f"--model {model}: {file.name} is truncated or broken ({error}); fetch it again"
             ) from None
-    check_needs_no_code(model, folder)
 
 
 def _check_is_whole(model: str, folder: str) -> None:
@@ -180,20 +179,6 @@ def has_tokenizer(folder: str) -> bool:
         or name.endswith((".model", ".tiktoken"))
         for name in os.listdir(folder)
     )
-
-
-def check_needs_no_code(model: str, folder: str) -> None:
-    """Raise ValueError for a model that needs code of its folder: that code is never run."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        config = json.load(file)
-    if "auto_map" in config:
-        from transformers import CONFIG_MAPPING
-
-        if config.get("model_type") not in CONFIG_MAPPING:
-            raise ValueError(
-                f"--model {model}: it needs code of its folder (auto_map in config.json), which is not run here; "
-                "use a model that transformers implements"
-            )
 
 
 @functools.cache
