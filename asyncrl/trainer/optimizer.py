@@ -122,36 +122,30 @@ def learning_rate(
     return lr * math.sqrt(sequence_ess)
 
 
-def _read_parameters(config: Config) -> dict[str, inspect.Parameter]:
-    """Return the parameters of the optimizer by name, except its parameter groups."""
-    make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
-    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
-        _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
-    return {parameter.name: parameter for parameter in parameters}
-
-
 def optimizer_arguments(config: Config) -> dict[str, Any]:
     """Return the optimizer's arguments, from `--lr` and `--optim.args`. Its betas are called beta1, beta2 and so on.
 
     Raises ValueError, in one line, for an unknown argument.
     """
-    parameters = _read_parameters(config)
+    make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
+    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
+        # The first parameter is the groups.
+        _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters}
     betas = [
         inspect.Parameter(f"beta{number}", inspect.Parameter.KEYWORD_ONLY, default=beta)
-        for number, beta in enumerate(
-            parameters["betas"].default if "betas" in parameters else (), 1
-        )
+        for number, beta in enumerate(defaults.get("betas", ()), 1)
     ]
     options = [
-        k
-        for k in parameters.values()
-        if k.name not in _FIXED_ARGUMENTS and not isinstance(k.default, tuple)
+        parameter
+        for parameter in parameters
+        if parameter.name not in _FIXED_ARGUMENTS and not isinstance(parameter.default, tuple)
     ]
     owner = f"--optimizer {config.optimizer}"
     arguments = read_arguments("optim.args", config.optim.args, owner, [*options, *betas])
     if betas:
         arguments["betas"] = tuple(arguments.pop(beta.name, beta.default) for beta in betas)
-    if "lr" in parameters:
+    if "lr" in defaults:
         arguments["lr"] = config.lr
     return arguments
 
