@@ -105,16 +105,12 @@ def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> Non
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     output = _call(loss, _six_tokens(logprobs, 0.1, num_top))
-    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
+    has_parts = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)
+    columns = [output[0], *output[1].values()] if has_parts else [None]
+    if any(not isinstance(column, Tensor) or column.shape != (6,) for column in columns):
         raise TypeError(
-            f"the loss gave {str(output)[:80]}; give (per_token_loss [N], stats: dict of [N])"
+            f"give (per_token_loss [N], stats: dict of tensors [N]); for N = 6 tokens the loss gave {output}"
         )
-    for name, value in {"per_token_loss": output[0], **output[1]}.items():
-        if not isinstance(value, Tensor) or value.shape != (6,):
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token"
-            )
     if not output[0].requires_grad:
         raise TypeError(
             "per_token_loss carries no gradient; make it of inputs.logprobs, not detached"
