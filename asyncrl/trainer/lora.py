@@ -9,9 +9,9 @@ The library `peft` has this layer too, but needs `accelerate`. Adapters are writ
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -117,17 +117,11 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.is_adapted = True
 
 
-def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> None:
+def write_adapter(folder: Path, adapters: dict[str, Tensor], base_path: str) -> None:
     """Write full adapters by parameter name to the new `folder`, for `peft.PeftModel.from_pretrained`."""
-    os.makedirs(folder)
-    save_file(
-        {
-            f"base_model.model.{name}.weight": tensor.contiguous()
-            for name, tensor in adapters.items()
-        },
-        os.path.join(folder, "adapter_model.safetensors"),
-        metadata={"format": "pt"},
-    )
+    folder.mkdir()
+    tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in adapters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     rank = next(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A"))
     config = {
         "peft_type": "LORA",
@@ -140,5 +134,4 @@ def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> N
         "target_modules": sorted({name.split(".")[-2] for name in adapters}),
         "inference_mode": True,
     }
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=1)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

@@ -80,7 +80,7 @@ class WeightWriter:
         }
         frozen = {}
         if adapters:
-            lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
+            lora.write_adapter(folder / "adapter", adapters, self._base_path)
         for name, weight in self.frozen.items():
             # One float32 copy at a time: the host may have no room for a second model.
             frozen[name] = lora.merge(name, weight.float(), adapters).to(self.dtype)
