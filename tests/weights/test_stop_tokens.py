@@ -155,7 +155,8 @@ def test_a_checkpoint_has_the_small_files_of_the_models_folder_and_ends_response
     *said, ends = TABLE[name]
     write_model(source, *said)
     (source / "LICENSE").write_text("free")
-    (source / "notes.txt").write_text("x" * (1 << 20) + "too large")
+    with open(source / "notes.txt", "w") as too_large:
+        too_large.truncate((1 << 26) + 1)
     (source / "adapter_config.json").write_text("{}")
     save_weights(load(make_config(str(source), lora_rank=lora_rank)), str(saved))
     assert ends_of(saved) == ends
