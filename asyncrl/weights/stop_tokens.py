@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 CONFIG_FILES = ("generation_config.json", "config.json")
@@ -49,20 +50,24 @@ def describe_stop_tokens(model_path: str, tokenizer) -> str:
 
 def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
     """Return all tokens that end a response, each with the names of its sources."""
-    tokens = {"tokenizer": {tokenizer.eos_token_id} - {None}}
-    tokens |= {name: set(_configured(Path(model_path, name))) for name in CONFIG_FILES}
-    tokens[TEMPLATE] = _message_ends(tokenizer) if tokenizer.chat_template else set()
-    ids = {token for ends in tokens.values() for token in ends}
-    return {token: [name for name, ends in tokens.items() if token in ends] for token in ids}
+    sources = defaultdict(list)
+    if tokenizer.eos_token_id is not None:
+        sources[tokenizer.eos_token_id].append("tokenizer")
+    for name in CONFIG_FILES:
+        for token in _configured(Path(model_path, name)):
+            sources[token].append(name)
+    if tokenizer.chat_template:
+        for token in _message_ends(tokenizer):
+            sources[token].append(TEMPLATE)
+    return sources
 
 
-def _configured(path: Path) -> list[int]:
+def _configured(path: Path) -> set[int]:
     """Return `eos_token_id` of a file: one, several or none."""
     if not path.exists():
-        return []
+        return set()
     configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    ids = configured if isinstance(configured, list) else [configured]
-    return [token for token in ids if token is not None]
+    return {*(configured if isinstance(configured, list) else [configured])} - {None}
 
 
 def _message_ends(tokenizer) -> set[int]:
