@@ -3,7 +3,6 @@
 All ranks must call a method marked «collective». Their numbers of micro-batches may differ.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -192,14 +191,29 @@ class Policy(WholeWeights):
     ) -> TokenScores:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out.
 
-        Each plugin wraps the call: last plugin → … → first plugin → `_score_without_plugins` → `TokenLogprobs.forward`.
+        Each plugin wraps the call: last plugin → … → first plugin → `score` → `TokenLogprobs.forward`.
         """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         sampling = Sampling() if raw else sampling
         # Only a pass with gradient has a use for the likeliest tokens.
         reads_top = config.centering and torch.is_grad_enabled()
-        score = functools.partial(_score_without_plugins, sampling, reads_top=reads_top)
+
+        def score(
+            module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
+        ) -> TokenScores:
+            if attention_kwargs is None:
+                attention_kwargs = attention_inputs(module.attention, microbatch)
+            return module(
+                microbatch.input_ids,
+                microbatch.position_ids,
+                microbatch.sources,
+                microbatch.targets,
+                sampling,
+                attention_kwargs,
+                microbatch.columns.get("top_ids") if reads_top else None,
+            )
+
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
@@ -289,10 +303,7 @@ class Policy(WholeWeights):
         """Return the log-probs [N] of the frozen reference, nats; None without a KL term."""
         if self.reference is None:
             return None
-        base = contextlib.nullcontext()
-        if self.config.lora_rank:
-            base = without_adapters(self.reference)
-        with base:
+        with without_adapters(self.reference):
             return self.forward(self.reference, microbatch).logprobs
 
     @torch.no_grad()
@@ -370,31 +381,6 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
         sequence_ids=microbatch.sequence_ids,
         lags=microbatch.lags,
         columns=microbatch.columns,
-    )
-
-
-def _score_without_plugins(
-    sampling: Sampling,
-    module: TokenLogprobs,
-    microbatch: MicroBatch,
-    attention_kwargs: dict | None,
-    *,
-    reads_top: bool,
-) -> TokenScores:
-    """Score the trained tokens of a micro-batch without plugins, and if it `reads_top` the recorded likeliest tokens.
-
-    See TokenLogprobs.forward.
-    """
-    if attention_kwargs is None:
-        attention_kwargs = attention_inputs(module.attention, microbatch)
-    return module(
-        microbatch.input_ids,
-        microbatch.position_ids,
-        microbatch.sources,
-        microbatch.targets,
-        sampling,
-        attention_kwargs,
-        microbatch.columns.get("top_ids") if reads_top else None,
     )
 
 
