@@ -64,7 +64,7 @@ def sequences_by_minibatch(
     """Shuffle groups, estimate advantages, and split the groups over minibatches; collective over leaders.
 
     Returns this node's part, [minibatch][sequence]. The numbers of groups of minibatches differ by at most one.
-    Raises RuntimeError for a reward that is not finite.
+    Raises ValueError for a reward or an advantage that is not finite.
     """
     num_minibatches = config.minibatches
     if num_minibatches > 1:
