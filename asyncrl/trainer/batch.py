@@ -47,10 +47,12 @@ def share_batch(
 def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
     """Raise ValueError for a trajectory of several segments, if the loss or the values need whole trajectories."""
     num_segments = max(len(t.segments) for group in groups for t in group.trajectories)
-    needy = f"--algo {config.algo}" if num_segments > 1 and reads_sequences(loss) else None
-    if num_segments > 1 and config.advantage == "gae":
+    if num_segments == 1:
+        return
+    needy = f"--algo {config.algo}" if reads_sequences(loss) else ""
+    if config.advantage == "gae":
         needy = "--advantage gae"
-    if needy is not None:
+    if needy:
         raise ValueError(
             f"a trajectory of --task {config.task} has {num_segments} segments, as its agent's messages branch, and "
             f"{needy} needs whole responses; take a loss that weighs tokens one by one, as grpo or tis, and another "

@@ -66,7 +66,8 @@ def load_model(
     Frozen weights (a reference, or the base of adapters) are kept in the dtype of computing.
     """
     hf_config = read_config(path)
-    dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
+    computed_in = compute_dtype(config, device)
+    dtype = computed_in if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config)
         model = AutoModelForCausalLM.from_config(
@@ -85,11 +86,10 @@ def load_model(
     if is_trained and "activations" in config.save_memory:
         recompute_layers(layers)
     offload = "optimizer" in config.save_memory
-    if needs_sharding(mesh, compute_dtype(config, device), offload):
+    if needs_sharding(mesh, computed_in, offload):
         if module.value_head is not None:
             shard([module.value_head], mesh, None, offload)
-        parts = [*layers, *embedding_apart(config, model), module]
-        shard(parts, mesh, compute_dtype(config, device), offload)
+        shard([*layers, *embedding_apart(config, model), module], mesh, computed_in, offload)
         module.set_reshard_after_forward(not is_trained or "layers" in config.save_memory)
         if is_trained:
             module.set_reshard_after_forward(False, recurse=False)

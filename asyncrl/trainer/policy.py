@@ -18,6 +18,7 @@ from algos.centering import centering_term
 from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
+from asyncrl.plugins import last_given
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.attention import attention_inputs
@@ -83,11 +84,8 @@ class Policy(WholeWeights):
         self, sequences: list[TrainSequence], num_ranks: int
     ) -> list[list[Bundle]]:
         """Split the sequences of a minibatch over ranks: [rank] → bundles, about equal tokens each."""
-        for plugin in self.plugins:
-            bundles = plugin.split_over_ranks(sequences, num_ranks)
-            if bundles is not None:
-                return bundles
-        return split_evenly(sequences, num_ranks)
+        splits = (plugin.split_over_ranks(sequences, num_ranks) for plugin in self.plugins)
+        return last_given(splits, None) or split_evenly(sequences, num_ranks)
 
     def train_step(self, share: RankShare, policy_version: int) -> dict[str, float]:
         """Make a step's optimizer updates on this rank's share, [minibatch][micro-batch] → bundles; collective.
