@@ -26,24 +26,18 @@ ABORT_S = 6.0
 """Seconds; longer than vLLM's limit for the abort of a communicator."""
 DEATH_S = 5.0
 """Time in which a worker's death becomes known. If a worker is killed while its group is made, NCCL fails earlier."""
-COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 1
 """Chunks that an engine receives at a time. With two, one stream could overwrite a chunk that the other
 still reads, for a layer that is not whole. No GPU has measured what a second one would gain."""
 
 
 def import_communicator() -> None:
-    """Import vLLM's communicator. Restore the number of compile threads, which vLLM's import sets to one."""
-    import torch._inductor.config  # noqa: F401  it reads the number
+    """Import vLLM's communicator."""
+    # It reads the number of compile threads, which vLLM's import then sets to one.
+    import torch._inductor.config  # noqa: F401
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-    before = os.environ.get(COMPILE_THREADS)
     import vllm.distributed.device_communicators.pynccl  # noqa: F401
-
-    os.environ.pop(COMPILE_THREADS, None)  # vLLM sets it once
-    if before is not None:
-        os.environ[COMPILE_THREADS] = before
 
 
 class _Link:
