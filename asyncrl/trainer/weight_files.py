@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +17,7 @@ from asyncrl.trainer import lora
 from asyncrl.trainer.model import named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import gather
+from asyncrl.weights.models import read_headers
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -134,10 +134,7 @@ def save_weights(policy: "Policy", path: str, writer: WeightWriter | None = None
 
 def describe_differences(folder: str, saved: Collection[str]) -> str:
     """Describe how a checkpoint with these names differs from the model's folder; empty if it does not."""
-    read = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            read |= set(tensors.keys())
+    read = read_headers(folder).keys()
     kinds = {
         "will lack": sorted(read - set(saved)),
         "will have, and it lacks,": sorted(set(saved) - read),

@@ -35,7 +35,8 @@ def resolve_model(model: str, task: str) -> str:
     if model == "smollm2":
         return str(_smollm2())
     folder = model if os.path.isdir(model) else _snapshot(model)
-    _check_folder(model, folder)
+    _check_is_whole(model, folder)
+    read_headers(folder)
     return folder
 
 
@@ -122,31 +123,33 @@ def weight_files(folder: str) -> list[str]:
     return weights
 
 
-def num_parameters(folder: str) -> int:
-    """Return the number of weights in the files of a model, from their headers."""
-    from safetensors import safe_open
+def read_headers(folder: str) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype, such as BF16, and the shape of each weight in the files of a model, by name.
 
-    count = 0
-    for name in weight_files(folder):
-        with safe_open(os.path.join(folder, name), "np") as tensors:
-            shapes = [tensors.get_slice(key).get_shape() for key in tensors.keys()]  # noqa: SIM118
-        count += sum(map(math.prod, shapes))
-    return count
-
-
-def _check_folder(model: str, folder: str) -> None:
-    """Raise ValueError for a folder that cannot be used. Without this check it would fail a minute later."""
+    Raises ValueError for a broken file. Without this check a run would fail a minute later.
+    """
     from safetensors import SafetensorError, safe_open
 
-    _check_is_whole(model, folder)
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    headers = {}
+    for file in weight_files(folder):
+        path = os.path.join(folder, file)
         try:
-            with safe_open(file, "np"):
-                pass  # opening compares the header with the length of the file
+            with safe_open(
+                path, "np"
+            ) as weights:  # compares the header with the length of the file
+                for name in weights.keys():  # noqa: SIM118  it is no dict
+                    weight = weights.get_slice(name)
+                    headers[name] = weight.get_dtype(), weight.get_shape()
         except SafetensorError as error:
             raise ValueError(
-                f"--model {model}: {file.name} is truncated or broken ({error}); fetch it again"
+                f"--model: {path} is truncated or broken ({error}); fetch it again"
             ) from None
+    return headers
+
+
+def num_parameters(folder: str) -> int:
+    """Return the number of weights in the files of a model."""
+    return sum(math.prod(shape) for _, shape in read_headers(folder).values())
 
 
 def _check_is_whole(model: str, folder: str) -> None:
