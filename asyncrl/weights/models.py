@@ -111,16 +111,15 @@ def _snapshot(model: str) -> str:
 
 def weight_files(folder: str) -> list[str]:
     """Return the names of a model's files of weights, also of missing files; [] if unknown."""
-    names = sorted(os.listdir(folder))
-    weights = [name for name in names if name.endswith(".safetensors")]
+    names = sorted(path.name for path in Path(folder).glob("*.safetensors"))
+    index = Path(folder, _INDEX)
     if "model.safetensors" in names:  # transformers looks for it first
         return ["model.safetensors"]
-    if _INDEX in names:
-        with open(os.path.join(folder, _INDEX), encoding="utf-8") as file:
-            return sorted(set(json.load(file)["weight_map"].values()))
-    if any(re.search(r"-of-\d+\.", name) for name in weights):
+    if index.exists():
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if any(re.search(r"-of-\d+\.", name) for name in names):
         return [_INDEX]
-    return weights
+    return names
 
 
 def read_headers(folder: str) -> dict[str, tuple[str, list[int]]]:
@@ -132,11 +131,10 @@ def read_headers(folder: str) -> dict[str, tuple[str, list[int]]]:
 
     headers = {}
     for file in weight_files(folder):
-        path = os.path.join(folder, file)
+        path = Path(folder, file)
         try:
-            with safe_open(
-                path, "np"
-            ) as weights:  # compares the header with the length of the file
+            # Opening compares the header with the length of the file.
+            with safe_open(path, "np") as weights:
                 for name in weights.keys():  # noqa: SIM118  it is no dict
                     weight = weights.get_slice(name)
                     headers[name] = weight.get_dtype(), weight.get_shape()
@@ -154,8 +152,7 @@ def num_parameters(folder: str) -> int:
 
 def _check_is_whole(model: str, folder: str) -> None:
     """Raise ValueError for a folder that lacks config, weights or tokenizer, or a part of the weights."""
-    names = os.listdir(folder)
-    if "config.json" not in names:
+    if not Path(folder, "config.json").exists():
         raise ValueError(f"--model {model}: its folder has no config.json; {_ALLOWED}")
     weights = weight_files(folder)
     if not weights:
@@ -163,7 +160,7 @@ def _check_is_whole(model: str, folder: str) -> None:
             f"--model {model}: its folder has no *.safetensors, and a pickle is not read because it can run code; "
             "convert it with save_pretrained of transformers"
         )
-    missing = [name for name in weights if not os.path.isfile(os.path.join(folder, name))]
+    missing = [name for name in weights if not Path(folder, name).exists()]
     if missing:
         raise ValueError(
             f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more files of weights; fetch the "
