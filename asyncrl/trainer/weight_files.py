@@ -54,9 +54,9 @@ class WeightWriter:
         }
         # Read now, so that the run can save if the folder changes.
         self._files = read_small_files(Path(self._base_path))
-        text = Path(self._base_path, "config.json").read_text(encoding="utf-8")
         # The class can have an end of sequence that config.json lacks.
-        self._skeleton.config.eos_token_id = json.loads(text).get("eos_token_id")
+        fields = json.loads(self._files["config.json"])
+        self._skeleton.config.eos_token_id = fields.get("eos_token_id")
         self._needs_base = bool(config.lora_rank or config.kl_coef)
 
     @functools.cached_property
