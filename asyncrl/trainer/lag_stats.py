@@ -33,7 +33,7 @@ class TokenStats:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        """[6] float64 by name, on the tokens' device, so that only `reduce` waits for a GPU. NUM_TRAINED is a count."""
+        """[buckets] float64 by name, on the tokens' device: only `reduce` waits for a GPU. NUM_TRAINED is a count."""
         self._log_ratios: list[Tensor] = []
         """Log-ratios of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
