@@ -11,12 +11,11 @@ Acts on: E, sequence, weight.
 At lag: the further a sequence's ratio is from k/λ, the less it weighs, down to 0.
 
 VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are those of its code and of TRL.
-Differs from the paper: the log-ratio of a sequence is clamped to ±20 nats, and nothing else is known. No length enters
+Differs from the paper: the log-ratio of a sequence is clamped to ±20 nats, and φ is at most e²⁰. The latter shows only
+with a k/λ far from 1. No length enters
 the weight, as there. So w is further from 1 for a longer response, and it counts less. TRL multiplies π/π_proximal by
 its capped π_proximal/π_behavior; here it is one ratio.
 """
-
-import math
 
 import torch
 
@@ -32,30 +31,12 @@ def loss(
     k_negative: NonNegative = 3.0,
     lambda_negative: Positive = 2.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ).
-
-    Raises ValueError where φ would rise above e²⁰, the highest ratio there is: float32 ends at e⁸⁸.
-    """
-    for side, power, rate in (
-        ("positive", k_positive, lambda_positive),
-        ("negative", k_negative, lambda_negative),
-    ):
-        if (highest := _highest(power, rate)) > MAX_LOG_RATIO:
-            what = f"k_{side}={power:g} and lambda_{side}={rate:g}"
-            what += f" give weights up to e^{highest:.4g} at a ratio of k/lambda"
-            raise ValueError(
-                f"{what}; at most e^{MAX_LOG_RATIO:g} is allowed: bring k/lambda nearer to 1"
-            )
+    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ)."""
     advantages = inputs.advantages
     k, lam = (
         torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
         for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
     )
     ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
-    weight = torch.exp(lam + k * ratio.log() - lam * ratio)
+    weight = (lam + k * ratio.log() - lam * ratio).clamp(max=MAX_LOG_RATIO).exp()
     return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
-
-
-def _highest(k: float, lam: float) -> float:
-    """The logarithm of φ's highest value, at w = k/λ, nats."""
-    return lam - k + (k * math.log(k / lam) if k else 0.0)

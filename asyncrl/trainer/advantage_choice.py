@@ -18,7 +18,7 @@ def choose_estimator(config: Config) -> Estimator:
 
     A function gets the arguments that it names. The staleness of a response is that of its oldest token.
     Raises ValueError, in one line, for a missing function and for one that names other arguments. A call raises it for
-    user code that fails, and for advantages that are not finite, or too few or many.
+    a function that fails, and for advantages that are not finite, or too few or many.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
     with user_code.errors_as_value_error(config.advantage, "--advantage"):
@@ -28,18 +28,13 @@ def choose_estimator(config: Config) -> Estimator:
 
     def estimate(rewards: Tensor, group_ids: Tensor, staleness: Tensor) -> Tensor:
         columns = {"rewards": rewards, "group_ids": group_ids, "staleness": staleness}
-        arguments = {name: columns[name] for name in names}
-        if not user_code.is_user_code(config.advantage):
-            return function(**arguments)
         with user_code.errors_as_value_error(config.advantage, "--advantage"):
-            advantages = function(**arguments)
-        is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
-        if not is_one_each or not advantages.isfinite().all():
-            shown = " ".join(str(advantages).split())[:80]
-            raise ValueError(
-                f"--advantage {config.advantage} gave {shown} for {len(rewards)} responses; "
-                f"give a finite tensor [{len(rewards)}]"
-            )
+            advantages = function(**{name: columns[name] for name in names})
+            is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
+            if not is_one_each or not advantages.isfinite().all():
+                raise TypeError(
+                    f"give a finite tensor [{len(rewards)}] for as many responses; it gave {advantages}"
+                )
         return advantages
 
     return estimate

@@ -47,10 +47,12 @@ def share_batch(
 def check_segments(groups: list[Group], config: Config, loss: Callable) -> None:
     """Raise ValueError for a trajectory of several segments, if the loss or the values need whole trajectories."""
     num_segments = max(len(t.segments) for group in groups for t in group.trajectories)
-    needy = f"--algo {config.algo}" if num_segments > 1 and reads_sequences(loss) else None
-    if num_segments > 1 and config.advantage == "gae":
+    if num_segments == 1:
+        return
+    needy = f"--algo {config.algo}" if reads_sequences(loss) else ""
+    if config.advantage == "gae":
         needy = "--advantage gae"
-    if needy is not None:
+    if needy:
         raise ValueError(
             f"a trajectory of --task {config.task} has {num_segments} segments, as its agent's messages branch, and "
             f"{needy} needs whole responses; take a loss that weighs tokens one by one, as grpo or tis, and another "
@@ -63,28 +65,27 @@ def sequences_by_minibatch(
 ) -> list[list[TrainSequence]]:
     """Shuffle groups, estimate advantages, and split the groups over minibatches; collective over leaders.
 
-    Returns this node's part, [minibatch][sequence]. Raises RuntimeError for a reward that is not finite.
+    Returns this node's part, [minibatch][sequence]. The numbers of groups of minibatches differ by at most one.
+    Raises ValueError for a reward or an advantage that is not finite.
     """
-    groups = shuffle_groups(groups, config, step)
-    advantages = estimate_advantages(groups, config, cluster, step)
-    return split_over_minibatches(groups, advantages, config.minibatches)
-
-
-def shuffle_groups(groups: list[Group], config: Config, step: int) -> list[Group]:
-    """Return the groups in an order drawn from seed and step; unchanged for a single minibatch.
-
-    Groups come sorted by age, and so by length.
-    """
-    if config.minibatches == 1:
-        return groups
-    order = np.random.default_rng((config.seed, step)).permutation(len(groups))
-    return [groups[index] for index in order]
+    num_minibatches = config.minibatches
+    if num_minibatches > 1:
+        # Groups come sorted by age, and so by length.
+        order = np.random.default_rng((config.seed, step)).permutation(len(groups))
+        groups = [groups[index] for index in order]
+    advantages = iter(estimate_advantages(groups, config, cluster, step))
+    minibatches: list[list[TrainSequence]] = [[] for _ in range(num_minibatches)]
+    for index, group in enumerate(groups):
+        minibatch = minibatches[index * num_minibatches // len(groups)]
+        for trajectory in group.trajectories:
+            minibatch += _segments(trajectory, next(advantages))
+    return minibatches
 
 
 def estimate_advantages(
     groups: list[Group], config: Config, cluster: Cluster, step: int
-) -> list[list[float]]:
-    """Return the advantages of this node's groups, [group][member], estimated from the rewards of all nodes."""
+) -> list[float]:
+    """Return the advantage of each trajectory of this node's groups, estimated from the rewards of all nodes."""
     max_tokens = config.max_response_tokens
     overlong = config.advantage_options.overlong_tokens
     rows = [
@@ -105,21 +106,7 @@ def estimate_advantages(
         torch.tensor(staleness),
     )
     nums_of_nodes = [len(node_rows) for node_rows in rows_of_nodes]
-    node_advantages = advantages.split(nums_of_nodes)[cluster.node]
-    parts = node_advantages.split([len(group.trajectories) for group in groups])
-    return [part.tolist() for part in parts]
-
-
-def split_over_minibatches(
-    groups: list[Group], advantages: list[list[float]], num_minibatches: int
-) -> list[list[TrainSequence]]:
-    """Split whole groups over minibatches: [minibatch][sequence]. Their numbers of groups differ by at most one."""
-    minibatches: list[list[TrainSequence]] = [[] for _ in range(num_minibatches)]
-    for index, (group, group_advantages) in enumerate(zip(groups, advantages, strict=True)):
-        minibatch = minibatches[index * num_minibatches // len(groups)]
-        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
-            minibatch += _segments(trajectory, advantage)
-    return minibatches
+    return advantages.split(nums_of_nodes)[cluster.node].tolist()
 
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:

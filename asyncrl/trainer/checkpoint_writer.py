@@ -143,12 +143,12 @@ def restore_training_state(policy: "Policy", folder: str, group: dist.ProcessGro
     optimizer.set_values(values["optimizer"])
     state = training_state(policy)
     del state[VALUES]
-    for name in sorted(shapes.keys() | state.keys()):
-        shape = tuple(state[name].shape) if name in state else None
-        if shapes.get(name) != shape and not name.startswith("random."):
-            difference = f"{name} of {shapes.get(name)}, the run's is {shape}"
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name, _ in sorted(shapes.items() ^ own_shapes.items()):
+        if not name.startswith("random."):
             raise ValueError(
-                f"{folder} has {difference}: it is of another model, or of other --optim.args"
+                f"{folder} has {name} of {shapes.get(name)}, the run's is {own_shapes.get(name)}: "
+                "it is of another model, or of other --optim.args"
             )
     state = {name: tensor for name, tensor in state.items() if name in shapes}
     # `state` has the policy's live tensors, so this sets them, and undoes the update of `make_tensors`. Generators give

@@ -1,9 +1,8 @@
 """Chooses the dtype of computing on a CPU by measuring it: which one is faster differs between CPUs."""
 
-import time
-
 import torch
 from torch.nn.functional import linear
+from torch.utils.benchmark import Timer
 from transformers import PreTrainedConfig
 
 from asyncrl.trainer.families import BFLOAT16_ON_CPU
@@ -31,28 +30,25 @@ def choose_dtype(dtype: str, model: PreTrainedConfig, num_parameters: int) -> tu
     return dtype, f"dtype: {dtype}; a layer has these GFLOP/s here: {shown}"
 
 
-@torch.no_grad()
 def measure_rates(model: PreTrainedConfig) -> dict[str, float]:
     """Return the speed of a model's largest linear layer by dtype, GFLOP/s.
 
-    The dtypes alternate, and the best product counts: other processes can only make one slower. The first products are
-    not timed, because the library compiles its kernel in them.
+    The best product counts: other processes can only make one slower.
     """
     text = model.get_text_config()
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    inputs, weight = torch.randn(NUM_TOKENS, text.hidden_size), torch.randn(width, text.hidden_size)
     operations = 2 * NUM_TOKENS * text.hidden_size * width
-    tensors = {}
+    rates = {}
     for name in ("float32", "bfloat16"):
         dtype = getattr(torch, name)
-        tensors[name] = inputs.to(dtype), weight.to(dtype)
-        linear(*tensors[name])
-    rates = dict.fromkeys(tensors, 0.0)
-    end = time.perf_counter() + DURATION_S
-    while min(rates.values()) == 0 or time.perf_counter() < end:
-        for name, arguments in tensors.items():
-            start = time.perf_counter()
-            linear(*arguments)
-            elapsed = time.perf_counter() - start
-            rates[name] = max(rates[name], operations / elapsed / 1e9)
+        product = {
+            "linear": linear,
+            "inputs": torch.randn(NUM_TOKENS, text.hidden_size, dtype=dtype),
+            "weight": torch.randn(width, text.hidden_size, dtype=dtype),
+        }
+        timer = Timer(
+            "linear(inputs, weight)", globals=product, num_threads=torch.get_num_threads()
+        )
+        times = timer.blocked_autorange(min_run_time=DURATION_S).times
+        rates[name] = operations / min(times) / 1e9
     return rates

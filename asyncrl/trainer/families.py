@@ -28,14 +28,18 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Read a model's config.json. Raises ValueError, in one line, for a family outside COMPARED."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if config.model_type not in COMPARED:
+    """Read a model's config.json. Raises ValueError, in one line, for a family outside COMPARED.
+
+    A model that needs code of its own folder is outside, because transformers does not have its family.
+    """
+    fields, _ = PreTrainedConfig.get_config_dict(path)
+    family = fields.get("model_type")
+    if family not in COMPARED:
         raise ValueError(
-            f"--model {path} is a {config.model_type}: vLLM computes other log-probs than the trainer, or nobody has "
+            f"--model {path} is a {family}: vLLM computes other log-probs than the trainer, or nobody has "
             f"compared them (asyncrl/trainer/families.py); take one of {', '.join(COMPARED)}"
         )
-    return config
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:

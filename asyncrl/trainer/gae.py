@@ -14,7 +14,6 @@ V-trace does (arXiv 1802.01561), is left to the loss. A loss that needs equal ad
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from algos.advantages import EPS
+from algos.ratio import places
+from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.config import AdvantageOptions
 from asyncrl.trainer.packing import MicroBatch
 
@@ -55,34 +56,30 @@ def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam
     """
     if not len(values):
         return values.double()
-    lengths = torch.bincount(sequence_ids)
-    places = (
-        torch.arange(len(values), device=values.device)
-        - (lengths.cumsum(0) - lengths)[sequence_ids]
-    )
-    is_last = places == lengths[sequence_ids] - 1
+    token_places = places(sequence_ids)
+    is_last = token_places.roll(-1) == 0
     targets = torch.where(is_last, rewards.double(), gamma * values.double().roll(-1))
     # [place, sequence], so that all sequences go one step back at a time
-    advantages = targets.new_zeros(int(lengths.max()), len(lengths))
-    advantages[places, sequence_ids] = targets - values.double()
-    for place in range(len(advantages) - 2, -1, -1):
+    advantages = targets.new_zeros(int(token_places.max()) + 1, int(sequence_ids.max()) + 1)
+    advantages[token_places, sequence_ids] = targets - values.double()
+    for place in reversed(range(len(advantages) - 1)):
         advantages[place] += gamma * lam * advantages[place + 1]
-    return advantages[places, sequence_ids]
+    return advantages[token_places, sequence_ids]
 
 
 def estimate_step(
-    minibatches: list[list[MicroBatch]],
-    sum_over_ranks: Callable[[Tensor], Tensor],
-    options: AdvantageOptions,
+    minibatches: list[list[MicroBatch]], options: AdvantageOptions
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-    """Give the tokens of a step's micro-batches, [minibatch][micro-batch], their own advantages and returns.
+    """Give each token of a step, [minibatch][micro-batch], an advantage and a return; collective.
 
     On entry, the advantages of a micro-batch are the rewards of its sequences.
     Also returns the share of the returns' variance that the values explain: 1 for right values, 0 for a constant. It is
     absent if all returns are equal.
     """
     estimates = [_estimate(batch, options) for batch in itertools.chain(*minibatches)]
-    mean, variance = _moments(torch.cat(estimates, dim=1), sum_over_ranks)
+    all_tokens = torch.cat(gather_from_ranks(torch.cat(estimates, dim=1)), dim=1)
+    # The variance is unbiased, and 0 of a single token.
+    variance, mean = torch.var_mean(all_tokens, 1, correction=min(1, all_tokens.shape[1] - 1))
     if options.whiten:
         for estimate in estimates:
             estimate[0] = (estimate[0] - mean[0]) / (variance[0].sqrt() + EPS)
@@ -103,16 +100,6 @@ def _estimate(batch: MicroBatch, options: AdvantageOptions) -> Tensor:
     advantages = gae(rewards, values, sequence_ids, options.gamma, options.lam)
     errors = gae(rewards, values, sequence_ids, options.gamma, options.value_lam)
     return torch.stack([advantages, values + errors, errors])
-
-
-def _moments(rows: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance, [3] each, of `rows` [3, N] over the tokens of all ranks."""
-    sums = torch.cat([rows.sum(1), (rows**2).sum(1), rows.new_tensor([rows.shape[1]])])
-    sums = sum_over_ranks(sums).cpu()
-    num_tokens = sums[-1]
-    mean = sums[:3] / num_tokens
-    squares = (sums[3:6] - num_tokens * mean**2).clamp(min=0)
-    return mean, squares / (num_tokens - 1).clamp(min=1)
 
 
 def _with_estimate(batch: MicroBatch, estimate: Tensor) -> MicroBatch:

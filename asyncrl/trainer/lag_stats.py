@@ -33,7 +33,7 @@ class TokenStats:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        """[6] float64 by name, on the tokens' device, so that only `reduce` waits for a GPU. NUM_TRAINED is a count."""
+        """[buckets] float64 by name, on the tokens' device: only `reduce` waits for a GPU. NUM_TRAINED is a count."""
         self._log_ratios: list[Tensor] = []
         """Log-ratios of each micro-batch, [N] float32 nats."""
         self._sequence_log_ratios: list[Tensor] = []
@@ -148,23 +148,19 @@ def staleness_metrics(share: RankShare, policy_version: int) -> dict[str, float]
     `samples` counts trajectories, once for all epochs. `staleness/mean` and `max` are over trajectories, `token_mean`
     is over tokens, all in steps behind `policy_version`. They are absent if there is no trajectory.
     """
-    oldest, versions = [], [np.zeros(0, dtype=np.int64)]
-    for bundle in itertools.chain(*itertools.chain(*share)):
-        for sequence in bundle.sequences:
-            oldest.append(sequence.oldest_version)
-            versions.append(sequence.policy_versions[sequence.loss_mask])
-    ranks = gather_from_ranks(
-        ([version for version in oldest if version is not None], np.concatenate(versions))
-    )
-    oldest_of_ranks, versions_of_ranks = zip(*ranks, strict=True)
-    staleness = policy_version - np.concatenate(oldest_of_ranks)
+    bundles = itertools.chain(*itertools.chain(*share))
+    sequences = [sequence for bundle in bundles for sequence in bundle.sequences]
+    oldest = [s.oldest_version for s in sequences if s.oldest_version is not None]
+    versions = [s.policy_versions[s.loss_mask] for s in sequences]
+    ranks = gather_from_ranks((oldest, np.concatenate([np.zeros(0, np.int32), *versions])))
+    staleness, lags = (policy_version - np.concatenate(parts) for parts in zip(*ranks, strict=True))
     if not len(staleness):
         return {"samples": 0}
     return {
         "samples": len(staleness),
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
-        "staleness/token_mean": float((policy_version - np.concatenate(versions_of_ranks)).mean()),
+        "staleness/token_mean": float(lags.mean()),
     }
 
 

@@ -9,9 +9,9 @@ The library `peft` has this layer too, but needs `accelerate`. Adapters are writ
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -27,46 +27,32 @@ SCALE = 2
 """alpha / r."""
 
 
-class LoraLinear(nn.Linear):
-    """A linear layer with a frozen weight, of any floating dtype, and a float32 adapter."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        make = {"dtype": torch.float32, "device": base.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, **make))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, **make))
-        self.is_adapted = True
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the base layer's output [..., out], plus the adapter's unless it is switched off."""
-        output = super().forward(input)
-        if not self.is_adapted:
-            return output
-        return output + SCALE * functional.linear(
-            functional.linear(input, self.lora_A), self.lora_B
-        )
-
-
 def add_adapters(model: nn.Module, blocks: list[nn.Module], rank: int) -> None:
-    """Freeze the model, and give every linear layer in `blocks` an adapter of `rank`, not yet initialised.
+    """Freeze the model, and give every linear layer in `blocks` a float32 adapter of `rank`, not yet initialised.
 
     Raises ValueError if there is no linear layer.
     """
     model.requires_grad_(False)
-    linear_layers = [
-        (owner, name, child)
-        for block in blocks
-        for owner in block.modules()
-        for name, child in owner.named_children()
-        if type(child) is nn.Linear
-    ]
-    if not linear_layers:
+    layers = [layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
         raise ValueError(
             f"--lora-rank {rank}: no linear layer to adapt in {type(model).__name__}; use --lora-rank 0"
         )
-    for owner, name, child in linear_layers:
-        setattr(owner, name, LoraLinear(child, rank))
+    for layer in layers:
+        make = {"dtype": torch.float32, "device": layer.weight.device}
+        layer.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **make))
+        layer.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, **make))
+        layer.is_adapted = True
+        layer.register_forward_hook(_add_adapter_output)
+
+
+def _add_adapter_output(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Return a linear layer's output [..., out], plus its adapter's unless it is switched off."""
+    if not layer.is_adapted:
+        return output
+    return output + SCALE * functional.linear(
+        functional.linear(inputs[0], layer.lora_A), layer.lora_B
+    )
 
 
 def named_adapters(model: nn.Module) -> Weights:
@@ -106,28 +92,22 @@ def merge(name: str, weight: Tensor, adapters: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the model's adapters off inside the block."""
-    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    for module in adapted:
-        module.is_adapted = False
+    """Switch the model's adapters off inside the block, if it has some."""
+    adapted = [layer for layer in model.modules() if hasattr(layer, "is_adapted")]
+    for layer in adapted:
+        layer.is_adapted = False
     try:
         yield
     finally:
-        for module in adapted:
-            module.is_adapted = True
+        for layer in adapted:
+            layer.is_adapted = True
 
 
-def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> None:
+def write_adapter(folder: Path, adapters: dict[str, Tensor], base_path: str) -> None:
     """Write full adapters by parameter name to the new `folder`, for `peft.PeftModel.from_pretrained`."""
-    os.makedirs(folder)
-    save_file(
-        {
-            f"base_model.model.{name}.weight": tensor.contiguous()
-            for name, tensor in adapters.items()
-        },
-        os.path.join(folder, "adapter_model.safetensors"),
-        metadata={"format": "pt"},
-    )
+    folder.mkdir()
+    tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in adapters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     rank = next(len(tensor) for name, tensor in adapters.items() if name.endswith(".lora_A"))
     config = {
         "peft_type": "LORA",
@@ -140,5 +120,4 @@ def write_adapter(folder: str, adapters: dict[str, Tensor], base_path: str) -> N
         "target_modules": sorted({name.split(".")[-2] for name in adapters}),
         "inference_mode": True,
     }
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=1)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

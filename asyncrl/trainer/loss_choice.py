@@ -34,8 +34,8 @@ difference of engine and trainer at one version."""
 def choose_loss(config: Config) -> Callable:
     """Return the loss of a run with its arguments bound.
 
-    Raises ValueError, in one line, for a missing loss, an object that is no loss, and a wrong argument. Raises it too
-    for a loss that needs one advantage per sequence, if the estimator gives one per token.
+    Raises ValueError, in one line, for a missing loss, for an object that is no function, and for a wrong argument.
+    Raises it too for a loss that needs one advantage per sequence, if the estimator gives one per token.
     """
     if config.algo in NAMES_ELSEWHERE:
         raise ValueError(
@@ -43,15 +43,13 @@ def choose_loss(config: Config) -> Callable:
         )
     loss = user_code.load(config.algo, "--algo", LOSSES)
     with user_code.errors_as_value_error(config.algo, "--algo"):
-        check_signature(loss)
+        keywords = keywords_of(loss)
     if config.advantage == "gae" and hasattr(loss, "needs_equal_advantages"):
         raise ValueError(
             f"--algo {config.algo} needs one advantage for all tokens of a response, and --advantage gae gives each "
             "its own; take another --advantage, as grpo, or a loss that weighs tokens one by one, as tis_ppo"
         )
-    arguments = read_arguments(
-        "algo-args", config.algo_args, f"--algo {config.algo}", keywords_of(loss)
-    )
+    arguments = read_arguments("algo-args", config.algo_args, f"--algo {config.algo}", keywords)
     bound = functools.update_wrapper(functools.partial(loss, **arguments), loss)
     if config.centering and (couples_tokens(loss) or reads_sequences(bound)):
         raise ValueError(
@@ -83,17 +81,6 @@ def describe(algo: str) -> str:
     )
 
 
-def check_signature(loss: Any) -> None:
-    """Raise TypeError unless `loss` takes the inputs and perhaps `update`, and other parameters have defaults."""
-    try:
-        needed = ("inputs", "update") if couples_tokens(loss) else ("inputs",)
-        inspect.signature(loss).bind(*needed)
-    except TypeError as error:
-        raise TypeError(
-            f"{error}; give a function loss(inputs, *, NAME=VALUE) or loss(inputs, update, *, NAME=VALUE)"
-        ) from None
-
-
 def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> None:
     """Compute a loss on six tokens of a good and a bad sequence: stale ones, then those of _MUST_TRAIN.
 
@@ -105,16 +92,12 @@ def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> Non
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     output = _call(loss, _six_tokens(logprobs, 0.1, num_top))
-    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)):
+    has_parts = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)
+    columns = [output[0], *output[1].values()] if has_parts else [None]
+    if any(not isinstance(column, Tensor) or column.shape != (6,) for column in columns):
         raise TypeError(
-            f"the loss gave {str(output)[:80]}; give (per_token_loss [N], stats: dict of [N])"
+            f"give (per_token_loss [N], stats: dict of tensors [N]); for N = 6 tokens the loss gave {output}"
         )
-    for name, value in {"per_token_loss": output[0], **output[1]}.items():
-        if not isinstance(value, Tensor) or value.shape != (6,):
-            what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{name} is {what} for N = 6 tokens; give a tensor [N], one value for each token"
-            )
     if not output[0].requires_grad:
         raise TypeError(
             "per_token_loss carries no gradient; make it of inputs.logprobs, not detached"

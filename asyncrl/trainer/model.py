@@ -8,11 +8,9 @@ import itertools
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +34,7 @@ from asyncrl.trainer.lora import (
     named_base_parameters,
 )
 from asyncrl.trainer.sharding import gather, needs_sharding, shard
+from asyncrl.weights.models import read_headers
 from asyncrl.weights.transport import ParameterSpec, Weights
 
 _VARYING = (
@@ -66,7 +65,8 @@ def load_model(
     Frozen weights (a reference, or the base of adapters) are kept in the dtype of computing.
     """
     hf_config = read_config(path)
-    dtype = compute_dtype(config, device) if config.lora_rank or not is_trained else torch.float32
+    computed_in = compute_dtype(config, device)
+    dtype = computed_in if config.lora_rank or not is_trained else torch.float32
     with torch.device("meta"):
         attention = choose_attention(device, hf_config)
         model = AutoModelForCausalLM.from_config(
@@ -85,11 +85,10 @@ def load_model(
     if is_trained and "activations" in config.save_memory:
         recompute_layers(layers)
     offload = "optimizer" in config.save_memory
-    if needs_sharding(mesh, compute_dtype(config, device), offload):
+    if needs_sharding(mesh, computed_in, offload):
         if module.value_head is not None:
             shard([module.value_head], mesh, None, offload)
-        parts = [*layers, *embedding_apart(config, model), module]
-        shard(parts, mesh, compute_dtype(config, device), offload)
+        shard([*layers, *embedding_apart(config, model), module], mesh, computed_in, offload)
         module.set_reshard_after_forward(not is_trained or "layers" in config.save_memory)
         if is_trained:
             module.set_reshard_after_forward(False, recurse=False)
@@ -216,7 +215,8 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     options = {"use_safetensors": True, "trust_remote_code": False}
     # Wrong shapes are refused below: the error of transformers only points at a table that it printed.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    read_as = torch.bfloat16 if _stored_dtypes(path) == {"BF16"} else dtype
+    stored_dtypes = {stored_dtype for stored_dtype, _ in read_headers(path).values()}
+    read_as = torch.bfloat16 if stored_dtypes == {"BF16"} else dtype
     full, info = AutoModelForCausalLM.from_pretrained(path, dtype=read_as, **options)
     if dtype != torch.bfloat16 and torch.bfloat16 in {buffer.dtype for buffer in full.buffers()}:
         # Buffers made in bfloat16 would be rounded, so read again in the wanted dtype.
@@ -232,15 +232,6 @@ def _read_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
             "config.json asks for; fetch the model again, or fix the names"
         )
     return full
-
-
-def _stored_dtypes(path: str) -> set[str]:
-    """Return the dtypes of the weights in a folder's safetensors files, such as BF16."""
-    dtypes = set()
-    for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            dtypes |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  it is no dict
-    return dtypes
 
 
 def recompute_layers(layers: list[nn.Module]) -> None:

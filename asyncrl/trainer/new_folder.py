@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.runlog.manifest import flush, remove
 
 
@@ -18,10 +19,9 @@ def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         failure = f"rank {dist.get_rank()}: {describe_error(error)}"
-    failures = [""] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group)
-    if any(failures):
-        raise OSError(next(filter(None, failures)))
+    failures = list(filter(None, gather_from_ranks(failure, group)))
+    if failures:
+        raise OSError(failures[0])
 
 
 def describe_error(error: Exception) -> str:

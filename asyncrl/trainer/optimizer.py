@@ -62,9 +62,9 @@ DEFAULT_LRS = {10e6: 1e-3, 400e6: 4e-5, math.inf: 1e-6}
 
 The first was measured with 0.12 million (docs/staleness.md), and the second with 135 million (results/smollm2). Twice
 the second made replies empty (results/environments/verifiers.toml). The third is the default of TRL's GRPOConfig."""
-LARGEST_WHOLE, BLOCK_WEIGHTS, COMPARED_EVERY = 1 << 18, 4096, 16
-"""Of a shard of more than 262,144 weights every 16th block of 4,096 is compared. To compare all of them halves the
-speed of the optimizer on a CPU (WORKLOG.md)."""
+MAX_COMPARED = 1 << 20
+"""About how many weights of a rank are compared before and after an update. To compare all halves the speed of the
+optimizer on a CPU (WORKLOG.md)."""
 LORA_FACTOR = 10
 """Learning rate of adapters, divided by that of full weights: https://thinkingmachines.ai/blog/lora."""
 MAX_LR_FACTOR = 10
@@ -122,36 +122,30 @@ def learning_rate(
     return lr * math.sqrt(sequence_ess)
 
 
-def _read_parameters(config: Config) -> dict[str, inspect.Parameter]:
-    """Return the parameters of the optimizer by name, except its parameter groups."""
-    make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
-    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
-        _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
-    return {parameter.name: parameter for parameter in parameters}
-
-
 def optimizer_arguments(config: Config) -> dict[str, Any]:
     """Return the optimizer's arguments, from `--lr` and `--optim.args`. Its betas are called beta1, beta2 and so on.
 
     Raises ValueError, in one line, for an unknown argument.
     """
-    parameters = _read_parameters(config)
+    make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
+    with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
+        # The first parameter is the groups.
+        _, *parameters = inspect.signature(make, eval_str=True).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters}
     betas = [
         inspect.Parameter(f"beta{number}", inspect.Parameter.KEYWORD_ONLY, default=beta)
-        for number, beta in enumerate(
-            parameters["betas"].default if "betas" in parameters else (), 1
-        )
+        for number, beta in enumerate(defaults.get("betas", ()), 1)
     ]
     options = [
-        k
-        for k in parameters.values()
-        if k.name not in _FIXED_ARGUMENTS and not isinstance(k.default, tuple)
+        parameter
+        for parameter in parameters
+        if parameter.name not in _FIXED_ARGUMENTS and not isinstance(parameter.default, tuple)
     ]
     owner = f"--optimizer {config.optimizer}"
     arguments = read_arguments("optim.args", config.optim.args, owner, [*options, *betas])
     if betas:
         arguments["betas"] = tuple(arguments.pop(beta.name, beta.default) for beta in betas)
-    if "lr" in parameters:
+    if "lr" in defaults:
         arguments["lr"] = config.lr
     return arguments
 
@@ -181,33 +175,23 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Tensor:
-    """Make an update. Returns the number of weights in this rank's shards that change in bfloat16, [] float64.
-
-    Of large shards it is an estimate.
-    """
-    small, large = _compared_weights(parameters)
+    """Make an update. Of the compared weights, return how many it changes in bfloat16 and how many not, [2] float64."""
+    before = _compared_weights(parameters)
     optimizer.step()
-    new_small, new_large = _compared_weights(parameters)
-    sizes = (own_shard(parameter).numel() for parameter in parameters)
-    scale = sum(size for size in sizes if size > LARGEST_WHOLE) / max(1, large.numel())
-    return (small != new_small).sum().double() + (large != new_large).sum().double() * scale
+    is_changed = _compared_weights(parameters) != before
+    return torch.stack([is_changed.sum(), (~is_changed).sum()]).double()
 
 
 @torch.no_grad()
-def _compared_weights(parameters: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return all weights of this rank's small shards, and some blocks of its large ones, bfloat16.
+def _compared_weights(parameters: list[Tensor]) -> Tensor:
+    """Return the weights of this rank's shards, or every n-th if there are many, bfloat16.
 
     They are joined before they are cast. So a GPU runs a few kernels for all parameters, and not a few for each.
     """
     shards = [own_shard(parameter).flatten() for parameter in parameters]
-    small, large = [shards[0].new_empty(0)], [shards[0].new_empty(0, BLOCK_WEIGHTS)]
-    for shard in shards:
-        if shard.numel() <= LARGEST_WHOLE:
-            small.append(shard)
-            continue
-        num_whole = shard.numel() // BLOCK_WEIGHTS * BLOCK_WEIGHTS
-        large.append(shard[:num_whole].view(-1, BLOCK_WEIGHTS)[::COMPARED_EVERY])
-    return torch.cat(small).to(torch.bfloat16), torch.cat(large).to(torch.bfloat16)
+    # It is odd, because an even one would miss whole columns of most matrices.
+    distance = sum(map(len, shards)) // MAX_COMPARED | 1
+    return torch.cat([shard[::distance] for shard in shards]).to(torch.bfloat16)
 
 
 def try_optimizer(config: Config) -> None:

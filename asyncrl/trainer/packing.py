@@ -183,7 +183,6 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
     `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
     ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent
     layers, which know no bounds. Without bundles a dummy is packed, and N = 0.
-    Raises RuntimeError for a sequence whose first token is marked as trained.
     """
     bundles = bundles or [_NOTHING_TO_TRAIN]
     bundle_lengths = [bundle.num_tokens for bundle in bundles]
@@ -238,12 +237,6 @@ def _place_bundles(bundle_lengths: list[int], width: int, layout: Layout) -> tup
 
 def _trained_columns(sequences: list[TrainSequence]) -> dict[str, Any]:
     """Return the fields of a MicroBatch that describe the N trained tokens."""
-    for sequence in sequences:
-        if sequence.loss_mask[0]:
-            raise RuntimeError(
-                f"the first of {len(sequence.tokens)} tokens is marked as trained; nothing predicts it"
-            )
-
     targets = [sequence.tokens[sequence.loss_mask] for sequence in sequences]
     columns = [slice_columns(sequence, sequence.loss_mask) for sequence in sequences]
     num_trained = torch.tensor([sequence.num_trained for sequence in sequences])

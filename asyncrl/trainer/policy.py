@@ -3,7 +3,6 @@
 All ranks must call a method marked «collective». Their numbers of micro-batches may differ.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from algos.centering import centering_term
 from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
+from asyncrl.plugins import last_given
 from asyncrl.runlog.time_ledger import TrainerClock
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.attention import attention_inputs
@@ -84,11 +84,8 @@ class Policy(WholeWeights):
         self, sequences: list[TrainSequence], num_ranks: int
     ) -> list[list[Bundle]]:
         """Split the sequences of a minibatch over ranks: [rank] → bundles, about equal tokens each."""
-        for plugin in self.plugins:
-            bundles = plugin.split_over_ranks(sequences, num_ranks)
-            if bundles is not None:
-                return bundles
-        return split_evenly(sequences, num_ranks)
+        splits = (plugin.split_over_ranks(sequences, num_ranks) for plugin in self.plugins)
+        return last_given(splits, None) or split_evenly(sequences, num_ranks)
 
     def train_step(self, share: RankShare, policy_version: int) -> dict[str, float]:
         """Make a step's optimizer updates on this rank's share, [minibatch][micro-batch] → bundles; collective.
@@ -109,11 +106,15 @@ class Policy(WholeWeights):
         metrics = staleness_metrics(share, policy_version)
         metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(share)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
-        microbatches = self._pack_and_score_step(share, policy_version, has_proximal)
+        microbatches = [
+            [
+                self._with_initial_scores(self.pack_to_train(bundles, policy_version), has_proximal)
+                for bundles in minibatch
+            ]
+            for minibatch in with_equal_counts(share)
+        ]
         if self.module.value_head is not None:
-            microbatches, value_metrics = estimate_step(
-                microbatches, self.sum_over_ranks, self.config.advantage_options
-            )
+            microbatches, value_metrics = estimate_step(microbatches, self.config.advantage_options)
             metrics |= value_metrics
         stats = TokenStats()
         results = [
@@ -140,27 +141,15 @@ class Policy(WholeWeights):
             order += generator.permutation(num_minibatches).tolist()
         return order
 
-    def _pack_and_score_step(
-        self, share: RankShare, policy_version: int, has_proximal: bool
-    ) -> list[list[MicroBatch]]:
-        """Pack a step, and add the initial scores that it needs (see `train_step`); collective."""
-        microbatches = [
-            [self.pack_to_train(bundles, policy_version) for bundles in minibatch]
-            for minibatch in with_equal_counts(share)
-        ]
-        if has_proximal or self.module.value_head is not None:
-            microbatches = [
-                [self._with_initial_scores(microbatch, has_proximal) for microbatch in minibatch]
-                for minibatch in microbatches
-            ]
-        return microbatches
-
     @torch.no_grad()
     def _with_initial_scores(self, microbatch: MicroBatch, has_proximal: bool) -> MicroBatch:
-        """Add columns of scores by the weights before the first update: values, and proximal log-probs if asked."""
+        """Add the columns of scores by the weights before the first update that the step needs; collective."""
+        has_values = self.module.value_head is not None
+        if not has_proximal and not has_values:
+            return microbatch
         scores = self.forward(self.module, microbatch)
         columns = dict(microbatch.columns)
-        if self.module.value_head is not None:
+        if has_values:
             columns["values"] = scores.values
         if has_proximal:
             columns["proximal_logprobs"] = scores.logprobs
@@ -200,14 +189,29 @@ class Policy(WholeWeights):
     ) -> TokenScores:
         """Score the trained tokens of a micro-batch; `raw` leaves the sampling transform out.
 
-        Each plugin wraps the call: last plugin → … → first plugin → `_score_without_plugins` → `TokenLogprobs.forward`.
+        Each plugin wraps the call: last plugin → … → first plugin → `score` → `TokenLogprobs.forward`.
         """
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         sampling = Sampling() if raw else sampling
         # Only a pass with gradient has a use for the likeliest tokens.
         reads_top = config.centering and torch.is_grad_enabled()
-        score = functools.partial(_score_without_plugins, sampling, reads_top=reads_top)
+
+        def score(
+            module: TokenLogprobs, microbatch: MicroBatch, attention_kwargs: dict | None
+        ) -> TokenScores:
+            if attention_kwargs is None:
+                attention_kwargs = attention_inputs(module.attention, microbatch)
+            return module(
+                microbatch.input_ids,
+                microbatch.position_ids,
+                microbatch.sources,
+                microbatch.targets,
+                sampling,
+                attention_kwargs,
+                microbatch.columns.get("top_ids") if reads_top else None,
+            )
+
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
         return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
@@ -297,10 +301,7 @@ class Policy(WholeWeights):
         """Return the log-probs [N] of the frozen reference, nats; None without a KL term."""
         if self.reference is None:
             return None
-        base = contextlib.nullcontext()
-        if self.config.lora_rank:
-            base = without_adapters(self.reference)
-        with base:
+        with without_adapters(self.reference):
             return self.forward(self.reference, microbatch).logprobs
 
     @torch.no_grad()
@@ -325,29 +326,17 @@ class Policy(WholeWeights):
         ]
         grad_norm, *head_norms = [float(gather(norm)) for norm in norms]
         is_finite = all(map(math.isfinite, [loss, grad_norm, *head_norms]))
+        changed_weights = 0.0
         if any([plugin.skips_update(loss, is_finite) for plugin in self.plugins]):
-            self.optimizer.zero_grad()
-            self.clock.enter("forward_backward")
-            return {
-                "loss/total": loss,
-                "loss/grad_norm": 0.0,
-                "loss/lr": lr,
-                "loss/changed_weights": 0.0,
-            }
-        if not is_finite:
+            grad_norm = 0.0
+        elif is_finite:
+            changed_weights = self._change_weights(lr)
+        else:
             raise NotFinite(
                 f"loss {loss} and gradient norm {grad_norm} at update {self.num_updates} must be finite: "
                 "look at the rewards, the behavior log-probs and the learning rate"
             )
-        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
-            group["lr"] = lr * scale
-        parameters = self._clipped[0]
-        num_changed = step_and_count_changes(self.optimizer, parameters)
-        num_weights = self.config.replicas * sum(parameter.numel() for parameter in parameters)
         self.optimizer.zero_grad()
-        self.num_updates += 1
-        # Reading the sum waits for the device, too.
-        changed_weights = float(self.sum_over_ranks(num_changed)) / num_weights
         self.clock.enter("forward_backward")
         return {
             "loss/total": loss,
@@ -355,6 +344,16 @@ class Policy(WholeWeights):
             "loss/lr": lr,
             "loss/changed_weights": changed_weights,
         }
+
+    def _change_weights(self, lr: float) -> float:
+        """Step the optimizer. Return the share of weights that change in bfloat16; collective."""
+        for group, scale in zip(self.optimizer.param_groups, self._lr_scales, strict=True):
+            group["lr"] = lr * scale
+        counts = step_and_count_changes(self.optimizer, self._clipped[0])
+        self.num_updates += 1
+        # Reading the sums waits for the device, too.
+        num_changed, num_unchanged = self.sum_over_ranks(counts).tolist()
+        return num_changed / (num_changed + num_unchanged)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks, on the policy's device; collective."""
@@ -380,31 +379,6 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
         sequence_ids=microbatch.sequence_ids,
         lags=microbatch.lags,
         columns=microbatch.columns,
-    )
-
-
-def _score_without_plugins(
-    sampling: Sampling,
-    module: TokenLogprobs,
-    microbatch: MicroBatch,
-    attention_kwargs: dict | None,
-    *,
-    reads_top: bool,
-) -> TokenScores:
-    """Score the trained tokens of a micro-batch without plugins, and if it `reads_top` the recorded likeliest tokens.
-
-    See TokenLogprobs.forward.
-    """
-    if attention_kwargs is None:
-        attention_kwargs = attention_inputs(module.attention, microbatch)
-    return module(
-        microbatch.input_ids,
-        microbatch.position_ids,
-        microbatch.sources,
-        microbatch.targets,
-        sampling,
-        attention_kwargs,
-        microbatch.columns.get("top_ids") if reads_top else None,
     )
 
 

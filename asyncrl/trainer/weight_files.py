@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.trainer import lora
 from asyncrl.trainer.model import named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import gather
+from asyncrl.weights.models import read_headers
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
 GENERATION_CONFIG = "generation_config.json"
-SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".txt")
-MAX_SMALL_BYTES = 1 << 20
-"""Suffixes and size of the small files that a checkpoint copies from the model's folder."""
+SMALL_FILES = ("", ".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
+MAX_SMALL_BYTES = 1 << 26
+"""Suffixes and size of the files that a checkpoint copies from the model's folder. A tokenizer can have 40 MB."""
 VALUE_HEAD = "value_head.weight"
 """Name of the value head's weight. It is no weight of the model."""
 
@@ -52,12 +52,11 @@ class WeightWriter:
         self._buffers = {
             name: buffer.to("cpu", copy=True) for name, buffer in named_persistent_buffers(model)
         }
-        self._tokenizer = AutoTokenizer.from_pretrained(self._base_path, trust_remote_code=False)
         # Read now, so that the run can save if the folder changes.
         self._files = read_small_files(Path(self._base_path))
-        text = Path(self._base_path, "config.json").read_text(encoding="utf-8")
         # The class can have an end of sequence that config.json lacks.
-        self._skeleton.config.eos_token_id = json.loads(text).get("eos_token_id")
+        fields = json.loads(self._files["config.json"])
+        self._skeleton.config.eos_token_id = fields.get("eos_token_id")
         self._needs_base = bool(config.lora_rank or config.kl_coef)
 
     @functools.cached_property
@@ -70,32 +69,25 @@ class WeightWriter:
 
         A value head is in `folder`/value_head, because engines read all safetensors of `folder` itself.
         """
+        weights = trained | self._buffers
+        value_head = weights.pop(VALUE_HEAD, None)
         adapters = {
-            name: weight for name, weight in trained.items() if name.endswith(lora.ADAPTER_NAMES)
+            name: weights.pop(name) for name in trained if name.endswith(lora.ADAPTER_NAMES)
         }
-        weights = {
-            name: weight
-            for name, weight in trained.items()
-            if name not in adapters and name != VALUE_HEAD
-        }
-        frozen = {}
         if adapters:
-            lora.write_adapter(str(folder / "adapter"), adapters, self._base_path)
+            lora.write_adapter(folder / "adapter", adapters, self._base_path)
         for name, weight in self.frozen.items():
             # One float32 copy at a time: the host may have no room for a second model.
-            frozen[name] = lora.merge(name, weight.float(), adapters).to(self.dtype)
-        self._skeleton.save_pretrained(folder, state_dict=weights | frozen | self._buffers)
+            weights[name] = lora.merge(name, weight.float(), adapters).to(self.dtype)
+        self._skeleton.save_pretrained(folder, state_dict=weights)
         # transformers has made it from config.json. The model's own file is copied below.
         (folder / GENERATION_CONFIG).unlink(missing_ok=True)
-        self._tokenizer.save_pretrained(folder)
         for name, data in self._files.items():
             if not (folder / name).exists():
                 (folder / name).write_bytes(data)
-        if VALUE_HEAD in trained:
+        if value_head is not None:
             (folder / "value_head").mkdir()
-            save_file(
-                {VALUE_HEAD: trained[VALUE_HEAD]}, folder / "value_head" / "value_head.safetensors"
-            )
+            save_file({VALUE_HEAD: value_head}, folder / "value_head" / "value_head.safetensors")
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
@@ -142,10 +134,7 @@ def save_weights(policy: "Policy", path: str, writer: WeightWriter | None = None
 
 def describe_differences(folder: str, saved: Collection[str]) -> str:
     """Describe how a checkpoint with these names differs from the model's folder; empty if it does not."""
-    read = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            read |= set(tensors.keys())
+    read = read_headers(folder).keys()
     kinds = {
         "will lack": sorted(read - set(saved)),
         "will have, and it lacks,": sorted(set(saved) - read),

@@ -35,7 +35,8 @@ def resolve_model(model: str, task: str) -> str:
     if model == "smollm2":
         return str(_smollm2())
     folder = model if os.path.isdir(model) else _snapshot(model)
-    _check_folder(model, folder)
+    _check_is_whole(model, folder)
+    read_headers(folder)
     return folder
 
 
@@ -110,50 +111,48 @@ def _snapshot(model: str) -> str:
 
 def weight_files(folder: str) -> list[str]:
     """Return the names of a model's files of weights, also of missing files; [] if unknown."""
-    names = sorted(os.listdir(folder))
-    weights = [name for name in names if name.endswith(".safetensors")]
+    names = sorted(path.name for path in Path(folder).glob("*.safetensors"))
+    index = Path(folder, _INDEX)
     if "model.safetensors" in names:  # transformers looks for it first
         return ["model.safetensors"]
-    if _INDEX in names:
-        with open(os.path.join(folder, _INDEX), encoding="utf-8") as file:
-            return sorted(set(json.load(file)["weight_map"].values()))
-    if any(re.search(r"-of-\d+\.", name) for name in weights):
+    if index.exists():
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if any(re.search(r"-of-\d+\.", name) for name in names):
         return [_INDEX]
-    return weights
+    return names
+
+
+def read_headers(folder: str) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype, such as BF16, and the shape of each weight in the files of a model, by name.
+
+    Raises ValueError for a broken file. Without this check a run would fail a minute later.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    headers = {}
+    for file in weight_files(folder):
+        path = Path(folder, file)
+        try:
+            # Opening compares the header with the length of the file.
+            with safe_open(path, "np") as weights:
+                for name in weights.keys():  # noqa: SIM118  it is no dict
+                    weight = weights.get_slice(name)
+                    headers[name] = weight.get_dtype(), weight.get_shape()
+        except SafetensorError as error:
+            raise ValueError(
+                f"--model: {path} is truncated or broken ({error}); fetch it again"
+            ) from None
+    return headers
 
 
 def num_parameters(folder: str) -> int:
-    """Return the number of weights in the files of a model, from their headers."""
-    from safetensors import safe_open
-
-    count = 0
-    for name in weight_files(folder):
-        with safe_open(os.path.join(folder, name), "np") as tensors:
-            shapes = [tensors.get_slice(key).get_shape() for key in tensors.keys()]  # noqa: SIM118
-        count += sum(map(math.prod, shapes))
-    return count
-
-
-def _check_folder(model: str, folder: str) -> None:
-    """Raise ValueError for a folder that cannot be used. Without this check it would fail a minute later."""
-    from safetensors import SafetensorError, safe_open
-
-    _check_is_whole(model, folder)
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(file, "np"):
-                pass  # opening compares the header with the length of the file
-        except SafetensorError as error:
-            raise ValueError(
-                f"--model {model}: {file.name} is truncated or broken ({error}); fetch it again"
-            ) from None
-    check_needs_no_code(model, folder)
+    """Return the number of weights in the files of a model."""
+    return sum(math.prod(shape) for _, shape in read_headers(folder).values())
 
 
 def _check_is_whole(model: str, folder: str) -> None:
     """Raise ValueError for a folder that lacks config, weights or tokenizer, or a part of the weights."""
-    names = os.listdir(folder)
-    if "config.json" not in names:
+    if not Path(folder, "config.json").exists():
         raise ValueError(f"--model {model}: its folder has no config.json; {_ALLOWED}")
     weights = weight_files(folder)
     if not weights:
@@ -161,7 +160,7 @@ def _check_is_whole(model: str, folder: str) -> None:
             f"--model {model}: its folder has no *.safetensors, and a pickle is not read because it can run code; "
             "convert it with save_pretrained of transformers"
         )
-    missing = [name for name in weights if not os.path.isfile(os.path.join(folder, name))]
+    missing = [name for name in weights if not Path(folder, name).exists()]
     if missing:
         raise ValueError(
             f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more files of weights; fetch the "
@@ -180,20 +179,6 @@ def has_tokenizer(folder: str) -> bool:
         or name.endswith((".model", ".tiktoken"))
         for name in os.listdir(folder)
     )
-
-
-def check_needs_no_code(model: str, folder: str) -> None:
-    """Raise ValueError for a model that needs code of its folder: that code is never run."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        config = json.load(file)
-    if "auto_map" in config:
-        from transformers import CONFIG_MAPPING
-
-        if config.get("model_type") not in CONFIG_MAPPING:
-            raise ValueError(
-                f"--model {model}: it needs code of its folder (auto_map in config.json), which is not run here; "
-                "use a model that transformers implements"
-            )
 
 
 @functools.cache

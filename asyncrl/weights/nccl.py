@@ -9,13 +9,12 @@ at its own time. If a worker dies, hangs or starts again, other workers are not 
 unlike vLLM's sending end. The staged memory itself is sent, without another copy.
 """
 
-import functools
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -27,94 +26,83 @@ ABORT_S = 6.0
 """Seconds; longer than vLLM's limit for the abort of a communicator."""
 DEATH_S = 5.0
 """Time in which a worker's death becomes known. If a worker is killed while its group is made, NCCL fails earlier."""
-COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 NUM_CHUNK_BUFFERS = 1
 """Chunks that an engine receives at a time. With two, one stream could overwrite a chunk that the other
 still reads, for a layer that is not whole. No GPU has measured what a second one would gain."""
 
 
 def import_communicator() -> None:
-    """Import vLLM's communicator. Restore the number of compile threads, which vLLM's import sets to one."""
-    import torch._inductor.config  # noqa: F401  it reads the number
+    """Import vLLM's communicator."""
+    # It reads the number of compile threads, which vLLM's import then sets to one.
+    import torch._inductor.config  # noqa: F401
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-    before = os.environ.get(COMPILE_THREADS)
     import vllm.distributed.device_communicators.pynccl  # noqa: F401
 
-    os.environ.pop(COMPILE_THREADS, None)  # vLLM sets it once
-    if before is not None:
-        os.environ[COMPILE_THREADS] = before
 
+class _Link:
+    """Rank 0 of an NCCL group, whose other ranks are the engine of one worker: a thread that joins, then sends.
 
-class NcclLink:
-    """Rank 0 of an NCCL group. The other ranks are vLLM's engine."""
-
-    def __init__(
-        self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: float
-    ):
-        """Meet the other ranks at the port of `listening`, and take that socket over.
-
-        `timeout_s` limits the wait. A worker that joins late ends by its own limit, --timeout-s, so this one is longer.
-        Raises RuntimeError if NCCL's library is missing.
-        """
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-
-        torch.cuda.set_device(device)  # of this thread
-        self._stream = torch.cuda.Stream(device)
-        meet = {"store_timeout": int(timeout_s), "listen_socket": listening}
-        group = StatelessProcessGroup.create(
-            ADDRESS, listening.getsockname()[1], 0, num_ranks, **meet
-        )
-        # on the default stream the trainer's kernels would wait for the group's first kernel
-        with torch.cuda.stream(self._stream):
-            self._communicator = PyNcclCommunicator(group, device=device)
-        if self._communicator.disabled:
-            raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
-
-    def send(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Send [bytes] uint8 tensors, the chunks of Packed. Return when they have arrived."""
-        for chunk in chunks:
-            self._communicator.broadcast(chunk, src=0, stream=self._stream)
-        self._stream.synchronize()
-
-    def abort(self) -> None:
-        """Destroy the group. A broadcast that waits for a dead worker ends."""
-        self._communicator.destroy()
-
-
-class _Sender:
-    """A thread that opens the link to one worker, and then sends weights on request.
-
-    It has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death drops the link.
+    Sending has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death drops the link.
     """
 
-    def __init__(self, worker: int, open_link: Callable[[], NcclLink]):
-        self._worker, self._open_link = worker, open_link
+    def __init__(self, worker: int, num_ranks: int, device: torch.device, timeout_s: float):
+        """Listen at a port, and begin to meet the other ranks there.
+
+        `timeout_s` limits that. A worker that joins late ends by its own limit, --timeout-s, so this one is longer.
+        """
+        self._worker = worker
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._link: NcclLink | None = None
+        self._communicator = None
         self._error: Exception | None = None
         self._failed_at = 0.0
         self._is_dropped = False
         self._action = f"joining rollout worker {worker}'s NCCL group"
+        listening = socket.create_server((ADDRESS, 0))
+        self.port = listening.getsockname()[1]
         # a daemon, because a thread that waits for a dead worker in NCCL must not keep the process alive
-        threading.Thread(target=self._run, name=f"send-to-worker-{worker}", daemon=True).start()
+        threading.Thread(
+            target=self._run,
+            args=(listening, num_ranks, device, int(timeout_s)),
+            name=f"send-to-worker-{worker}",
+            daemon=True,
+        ).start()
 
-    def _run(self) -> None:
+    def _run(self, *meeting) -> None:
         try:
-            self._link = self._open_link()
+            stream = self._join(*meeting)
             self._action = f"sending weights to rollout worker {self._worker} by NCCL"
             while not self._is_dropped:
                 chunks = self._jobs.get()
                 if chunks is None:
                     return
-                self._link.send(chunks)
+                for chunk in chunks:
+                    self._communicator.broadcast(chunk, src=0, stream=stream)
+                stream.synchronize()
         except Exception as error:  # of torch or vLLM; `check` raises it in the main thread
             self._failed_at = time.monotonic()
             self._error = error
 
+    def _join(
+        self, listening: socket.socket, num_ranks: int, device: torch.device, timeout_s: int
+    ) -> torch.cuda.Stream:
+        """Make the communicator, and return its stream. Raises RuntimeError if NCCL's library is missing."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        torch.cuda.set_device(device)  # of this thread
+        stream = torch.cuda.Stream(device)
+        meet = {"store_timeout": timeout_s, "listen_socket": listening}
+        group = StatelessProcessGroup.create(ADDRESS, self.port, 0, num_ranks, **meet)
+        # on the default stream the trainer's kernels would wait for the group's first kernel
+        with torch.cuda.stream(stream):
+            self._communicator = PyNcclCommunicator(group, device=device)
+        if self._communicator.disabled:
+            raise RuntimeError("vLLM finds no NCCL library; use --weight-sync shm")
+        return stream
+
     def send(self, chunks: Iterable[torch.Tensor]) -> None:
+        """Begin to send [bytes] uint8 tensors, the chunks of Packed, after those of earlier calls."""
         self._jobs.put(chunks)
 
     def check(self) -> None:
@@ -123,6 +111,7 @@ class _Sender:
             raise RuntimeError(f"{self._action} failed: {self._error}") from self._error
 
     def drop(self) -> None:
+        """Begin to destroy the group. A broadcast that waits for a dead worker ends."""
         self._is_dropped = True
         self._jobs.put(None)
         # in a thread, because it takes seconds and the controller's lock is held
@@ -130,8 +119,8 @@ class _Sender:
         self._aborting.start()
 
     def _abort(self) -> None:
-        if self._link is not None:
-            self._link.abort()
+        if self._communicator is not None:
+            self._communicator.destroy()
 
     def wait(self) -> None:
         """Wait until the dropped link has ended, for at most ABORT_S."""
@@ -147,30 +136,25 @@ class NcclTransport(BufferedTransport):
         device: torch.device,
         ranks_per_worker: int,
         timeout_s: float,
-        open_link: Callable[..., NcclLink] = NcclLink,
     ):
         """`ranks_per_worker`: GPUs of one worker's engine. `timeout_s` is the limit of each action of a worker."""
         super().__init__(specs, num_buffers=1)
         # now, because it takes seconds, and a thread would import it during a step
-        if open_link is NcclLink:
-            import_communicator()
+        import_communicator()
         self.device, self.ranks_per_worker = device, ranks_per_worker
-        self._timeout_s, self._open_link = timeout_s, open_link
+        self._timeout_s = timeout_s
         self._packed = Packed(specs, device)
-        self._senders: dict[int, _Sender] = {}
+        self._links: dict[int, _Link] = {}
 
     def init_info(self, worker: int = 0) -> dict:
         """Begin a group with a worker that has just started. Return vLLM's init info for joining it."""
         self.drop(worker)
-        listening, num_ranks = socket.create_server((ADDRESS, 0)), 1 + self.ranks_per_worker
-        open_link = functools.partial(
-            self._open_link, listening, num_ranks, self.device, 2 * self._timeout_s
-        )
-        port = listening.getsockname()[1]  # before it is taken over
-        self._senders[worker] = _Sender(worker, open_link)
+        num_ranks = 1 + self.ranks_per_worker
+        link = _Link(worker, num_ranks, self.device, 2 * self._timeout_s)
+        self._links[worker] = link
         return {
             "master_address": ADDRESS,
-            "master_port": port,
+            "master_port": link.port,
             "rank_offset": 1,
             "world_size": num_ranks,
             "packed": True,
@@ -185,23 +169,24 @@ class NcclTransport(BufferedTransport):
 
     def send(self, worker: int, staged: Staged) -> None:
         """Send to a worker that waits for the weights. Return at once."""
-        self._senders[worker].send(self._packed.chunk_payloads)
+        self._links[worker].send(self._packed.chunk_payloads)
 
     def drop(self, worker: int) -> None:
         """Destroy the group of a worker that has died."""
-        if (sender := self._senders.pop(worker, None)) is not None:
-            sender.drop()
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.drop()
 
     def check(self) -> None:
         """Raise RuntimeError if a group or a transfer failed longer than DEATH_S ago."""
-        for sender in list(self._senders.values()):
-            sender.check()
+        for link in list(self._links.values()):
+            link.check()
 
     def close(self) -> None:
         """Destroy all groups. A broadcast that still waits would keep the process from its end."""
-        senders = list(self._senders.values())
-        self._senders.clear()
-        for sender in senders:
-            sender.drop()
-        for sender in senders:
-            sender.wait()
+        links = list(self._links.values())
+        self._links.clear()
+        for link in links:
+            link.drop()
+        for link in links:
+            link.wait()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 CONFIG_FILES = ("generation_config.json", "config.json")
@@ -15,7 +16,7 @@ def stop_token_ids(model_path: str, tokenizer) -> list[int]:
 
     They are the tokenizer's end of sequence, `eos_token_id` of generation_config.json and config.json, and the ends of
     messages of the chat template. Ids beyond the model's vocabulary are left out, because they are never sampled.
-    Raises ValueError if no token is found, and for a file that cannot be read.
+    Raises ValueError if no token is found.
     """
     from transformers import AutoConfig
 
@@ -49,26 +50,24 @@ def describe_stop_tokens(model_path: str, tokenizer) -> str:
 
 def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
     """Return all tokens that end a response, each with the names of its sources."""
-    tokens = {"tokenizer": {tokenizer.eos_token_id} - {None}}
-    tokens |= {name: set(_configured(Path(model_path, name))) for name in CONFIG_FILES}
-    tokens[TEMPLATE] = _message_ends(tokenizer) if tokenizer.chat_template else set()
-    ids = {token for ends in tokens.values() for token in ends}
-    return {token: [name for name, ends in tokens.items() if token in ends] for token in ids}
+    sources = defaultdict(list)
+    if tokenizer.eos_token_id is not None:
+        sources[tokenizer.eos_token_id].append("tokenizer")
+    for name in CONFIG_FILES:
+        for token in _configured(Path(model_path, name)):
+            sources[token].append(name)
+    if tokenizer.chat_template:
+        for token in _message_ends(tokenizer):
+            sources[token].append(TEMPLATE)
+    return sources
 
 
-def _configured(path: Path) -> list[int]:
-    """Return `eos_token_id` of a file, one or several. Raises ValueError for a file that cannot be read."""
+def _configured(path: Path) -> set[int]:
+    """Return `eos_token_id` of a file: one, several or none."""
     if not path.exists():
-        return []
-    try:
-        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no JSON object ({error}); fetch it again") from None
-    ids = configured if isinstance(configured, list) else [configured]
-    ids = [token for token in ids if token is not None]
-    if not all(isinstance(token, int) for token in ids):
-        raise ValueError(f"{path}: eos_token_id is {configured!r}; give a token id or a list")
-    return ids
+        return set()
+    configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    return {*(configured if isinstance(configured, list) else [configured])} - {None}
 
 
 def _message_ends(tokenizer) -> set[int]:

@@ -38,7 +38,6 @@ from asyncrl.weights.models import (
     MADE_HERE,
     SMOLLM2,
     cached_folder,
-    check_needs_no_code,
     has_tokenizer,
     load_tokenizer,
     resolve_model,
@@ -114,7 +113,6 @@ def _model_folder(given: Config) -> Iterator[str]:
             folder = resolve_model(model, given.task)
         else:
             folder = described_folder(model, cache)
-        check_needs_no_code(model, folder)
         try:
             yield folder
         except ValueError as error:

@@ -80,9 +80,7 @@ def test_an_extreme_value_is_refused_or_trains(algo):
             loss = chosen(algo, *as_items(options | {name: value}))
             try_loss(loss)
         except ValueError as error:
-            reason = (
-                r"must be (≥|>|above|token) |is allowed: |must be above 0$|take other arguments$"
-            )
+            reason = r"must be (≥|>|above|token) |take other arguments$"
             assert "\n" not in str(error) and re.search(reason, str(error)), error
             continue
         for tokens in inputs:

@@ -127,7 +127,9 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
 
 def test_a_users_advantage_that_is_not_finite_ends_in_a_line(tmp_path):
     (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards / 0.0")
-    with pytest.raises(ValueError, match=r"mine\.py:f gave tensor\(\[inf, .* for 12 responses"):
+    with pytest.raises(
+        ValueError, match=r"mine\.py: .* finite tensor \[12\] .* it gave tensor\(\[inf, "
+    ):
         updates_of(make_groups(), advantage=f"{tmp_path}/mine.py:f")
 
 

@@ -40,10 +40,11 @@ def batch_of(sequences):
         "equal advantages",
     ],
 )
+@pytest.mark.usefixtures("one_rank")
 def test_values_explain_nothing_of_returns_that_are_all_equal(sequences, explained, most):
     """Advantages are whitened, those that are equal to zero."""
     updates = [[batch_of(part)] for part in ([], sequences)]
-    ((nothing,), (batch,)), metrics = estimate_step(updates, torch.clone, AdvantageOptions())
+    ((nothing,), (batch,)), metrics = estimate_step(updates, AdvantageOptions())
     assert metrics == pytest.approx(explained) and len(nothing.columns["returns"]) == 0
     assert batch.advantages.dtype == batch.columns["returns"].dtype == torch.float32
     assert batch.advantages.abs().max() < most

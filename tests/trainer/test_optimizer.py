@@ -9,7 +9,6 @@ from user_files import write_user_code
 
 from asyncrl.config import Config, OptimOptions
 from asyncrl.trainer.optimizer import (
-    BLOCK_WEIGHTS,
     choose_lr,
     learning_rate,
     make_optimizer,
@@ -110,18 +109,23 @@ def test_groups_of_a_users_optimizer_keep_their_share_of_the_learning_rate(tmp_p
     assert [group["lr"] for group in policy.optimizer.param_groups] == [0.25 * 0.5 / 2]
 
 
-def test_of_a_large_parameter_every_16th_block_is_compared_and_of_a_small_one_all():
-    small = torch.nn.Parameter(torch.ones(3, 7))
-    large = torch.nn.Parameter(torch.ones(300, BLOCK_WEIGHTS + 10))
+def test_of_few_weights_all_are_compared_and_of_many_a_sample_from_all_columns(monkeypatch):
+    small, large = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 7), (64, 64)))
     small.grad, large.grad = torch.zeros_like(small), torch.zeros_like(large)
     small.grad[1] = 1  # 7 weights
-    large.grad.view(-1)[: 17 * BLOCK_WEIGHTS + 5] = (
-        1  # blocks 0 and 16, and in block 17, which is left out
-    )
-    counts = step_and_count_changes(torch.optim.SGD([small, large], lr=0.1), [small, large])
-    assert counts.item() == pytest.approx(7 + large.numel() * 2 / 19)
-    again = step_and_count_changes(torch.optim.SGD([small, large], lr=1e-6), [small, large])
-    assert again.item() == 0, "less than bfloat16 shows"
+    large.grad[:, 60:] = 1  # 256 weights
+    num_weights = 21 + 64 * 64
+
+    def count(lr):
+        optimizer = torch.optim.SGD([small, large], lr)
+        return step_and_count_changes(optimizer, [small, large]).tolist()
+
+    assert count(lr=0.1) == [263, num_weights - 263]
+    assert count(lr=1e-6) == [0, num_weights], "less than bfloat16 shows"
+    monkeypatch.setattr("asyncrl.trainer.optimizer.MAX_COMPARED", 500)
+    num_changed, num_unchanged = count(lr=0.1)
+    assert num_changed + num_unchanged == 3 + 456, "every ninth"
+    assert num_changed / 459 == pytest.approx(263 / num_weights, rel=0.05)
 
 
 def test_comparing_more_parameters_takes_no_more_kernels():

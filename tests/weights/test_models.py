@@ -49,10 +49,6 @@ def no_tokenizer(folder):
         path.unlink()
 
 
-def its_own_code(folder):
-    change(folder / "config.json", model_type="its_own", auto_map={"AutoConfig": "own.Config"})
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -61,10 +57,6 @@ def its_own_code(folder):
         (cut_weights, "model.safetensors is truncated or broken"),
         (one_shard_of_two, "its folder lacks model-00002-of-00002.safetensors, and 0 more"),
         (no_tokenizer, "no tokenizer (tokenizer.json or the like)"),
-        (
-            its_own_code,
-            "it needs code of its folder (auto_map in config.json), which is not run here",
-        ),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_one_line_that_says_what_to_do(
@@ -156,11 +148,11 @@ def test_what_is_cached_in_part_and_what_the_hub_says_are_in_one_line(tmp_path, 
 def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     folder = save_tiny_model(str(tmp_path))
     change(tmp_path / "config.json", auto_map={"AutoConfig": "own.Config"})
-    assert resolve_model(folder, "addition") == folder, "transformers has this kind of model itself"
-    its_own_code(tmp_path)
+    assert read_config(folder).model_type == "qwen3", "transformers has this family itself"
+    change(tmp_path / "config.json", model_type="its_own")
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked about"))
-    with pytest.raises(ValueError, match="custom code"):
+    with pytest.raises(ValueError, match=r"is a its_own: .+ nobody has compared them"):
         read_config(folder)
 
 

@@ -14,7 +14,7 @@ import torch
 from cpu_transports import TIMEOUT_S, patch_nccl
 from programs import wait_until
 
-from asyncrl.weights.nccl import NcclLink, NcclTransport
+from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.transport import ParameterSpec
 
 # more than the buffers of a socket, so that a sender waits for who does not receive
@@ -38,9 +38,9 @@ def on_gloo(monkeypatch):
 
 
 @contextmanager
-def transport(ranks_per_worker=1, link=NcclLink):
+def transport(ranks_per_worker=1):
     """A transport that leaves no thread behind."""
-    made = NcclTransport(SPECS, torch.device("cpu"), ranks_per_worker, TIMEOUT_S, link)
+    made = NcclTransport(SPECS, torch.device("cpu"), ranks_per_worker, TIMEOUT_S)
     yield made
     made.close()
     for thread in threading.enumerate():
@@ -134,7 +134,8 @@ def breaks(*_):
 
 def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone_soon(monkeypatch):
     monkeypatch.setattr("asyncrl.weights.nccl.DEATH_S", 1.0)
-    with transport(link=breaks) as sent:
+    monkeypatch.setattr("torch.cuda.Stream", breaks)
+    with transport() as sent:
         start = time.monotonic()
         sent.init_info(3)
 

@@ -1,6 +1,7 @@
 """Which tokens end a response, by all that a model's folder says, and that a checkpoint says the same."""
 
 import json
+import re
 
 import pytest
 from tiny_families import tiny_config
@@ -136,23 +137,10 @@ def test_of_several_templates_the_one_that_prompts_go_through_counts(folder):
     assert "'<|im_end|>' (258: chat template)" in describe_stop_tokens(str(folder), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("said", "text", "message"),
-    [
-        ((None, None, None, None), None, "no token ends a response"),
-        ((None, None, [9999], WORDS), None, "no token ends a response"),
-        ((EOS, None, None, None), "{", "generation_config.json is no JSON object"),
-        ((EOS, None, None, None), '{"eos_token_id": "2"}', "eos_token_id is '2'; give a token id"),
-    ],
-)
-def test_a_folder_that_ends_no_response_or_cannot_be_read_is_refused_in_one_line(
-    folder, said, text, message
-):
-    tokenizer = write_model(folder, *said)
-    if text is not None:
-        (folder / "generation_config.json").write_text(text)
-    line = error_of(stop_token_ids, str(folder), tokenizer)
-    assert line.startswith("ValueError: ") and message in line and "\n" not in line
+@pytest.mark.parametrize("said", [(None, None, None, None), (None, None, [9999], WORDS)])
+def test_a_folder_that_ends_no_response_is_refused_in_one_line(folder, said):
+    line = error_of(stop_token_ids, str(folder), write_model(folder, *said))
+    assert re.fullmatch("ValueError: .+: no token ends a response: .+", line)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -167,7 +155,8 @@ def test_a_checkpoint_has_the_small_files_of_the_models_folder_and_ends_response
     *said, ends = TABLE[name]
     write_model(source, *said)
     (source / "LICENSE").write_text("free")
-    (source / "notes.txt").write_text("x" * (1 << 20) + "too large")
+    with open(source / "notes.txt", "w") as too_large:
+        too_large.truncate((1 << 26) + 1)
     (source / "adapter_config.json").write_text("{}")
     save_weights(load(make_config(str(source), lora_rank=lora_rank)), str(saved))
     assert ends_of(saved) == ends
