@@ -115,7 +115,8 @@ def start_engines(
     # as its devices are
     options = welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}
     options["timeout_s"] /= 2  # an engine that hangs is to end before the run does
-    options |= {"rollout_tp": rollout_tp} if rollout_tp else {}
+    if rollout_tp is not None:
+        options["rollout_tp"] = rollout_tp
     config = with_absolute_paths(Config.from_dict(options), Path.cwd())
     workers = place(config, len(visible_gpus()), available_cores(), 0).workers
     planning = extras.find("planning")
