@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
 
 
-class Disbelieved:
-    """Takes the place of a host's message: the host is not believed, and is shut out."""
-
-
 class SwarmDispatcher(LeasingDispatcher):
     """A dispatcher whose hosts fetch weights, fail and lie."""
 
@@ -83,13 +79,12 @@ class SwarmController(Controller):
             )
             return worker
 
-    def on_message(self, worker: Worker, message) -> None:
-        """Act on a worker's message, or, if it is None, on its death."""
+    def give_up(self, worker: Worker, is_believed: bool) -> None:
+        """Act on the end of a host's worker. Groups with a trajectory of a worker that is not believed are dropped."""
         with self.lock:
-            if isinstance(message, Disbelieved):
+            if not is_believed:
                 self.dispatcher.shut_out([worker.index])
-                message = None
-            super().on_message(worker, message)
+            self.on_message(worker, None)
 
     def move_tickets(self) -> None:
         """Move the tickets that hosts have had for too long to other workers."""
