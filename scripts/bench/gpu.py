@@ -49,29 +49,24 @@ class Part(NamedTuple):
 def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str, Part]:
     """Return the parts whose name, or its first word, is in `only`, or all parts that `num_gpus` GPUs can run for None.
 
-    Those of several GPUs come first. Raises ValueError for an unknown name, and for one that needs more GPUs.
+    Those of several GPUs come first. Raises ValueError for a name that no such part has.
     """
     if device == "cpu":
         parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
     else:
-        several = TABLES["parts_of_several"]
         alone = {name: Part(limit_s, 1) for name, limit_s in TABLES["parts"].items()}
         fitting = {
             name: Part(limit_s, max(count for count in counts if count <= num_gpus))
-            for name, (limit_s, *counts) in several.items()
+            for name, (limit_s, *counts) in TABLES["parts_of_several"].items()
             if counts[0] <= num_gpus
         }
         parts = fitting | {name: part for name, part in alone.items() if name not in fitting}
-        for name in several.keys() - parts.keys():
-            if only and {name, name.split()[0]} & set(only):
-                raise ValueError(
-                    f"--only {name!r} needs {several[name][1]} GPUs, and {num_gpus} are visible"
-                )
     names = {part: {part, part.split()[0]} for part in parts}
     known = sorted(set().union(*names.values()))
     for name in only or known:
         if name not in known:
-            raise ValueError(f"--only {name!r} is none of {', '.join(map(repr, known))}")
+            listed = ", ".join(map(repr, known))
+            raise ValueError(f"--only {name!r} is none of the parts for {num_gpus} GPUs: {listed}")
     return {name: part for name, part in parts.items() if names[name] & set(only or known)}
 
 

@@ -58,7 +58,7 @@ def test_a_machine_with_several_gpus_begins_with_nccl_and_each_part_sees_its_gpu
     assert first_alone == 8 and set(num_gpus[first_alone:]) == {1}, "NCCL comes first"
     assert max(part.limit_s for part in all_parts.values()) <= gpu.BUDGET_S
     assert {part.num_gpus for part in gpu.chosen_parts("cuda", None, 3).values()} == {1, 2, 3}
-    with pytest.raises(ValueError, match="'job-nccl 8b' needs 8 GPUs, and 4 are visible"):
+    with pytest.raises(ValueError, match="'job-nccl 8b' is none of the parts for 4 GPUs"):
         gpu.chosen_parts("cuda", ["job-nccl 8b"], 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu.first_gpus(2) == "0,1"
