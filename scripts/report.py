@@ -149,10 +149,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     for record in run.records:
         if record["event"] == "warning":
             shown["warning"] = record["text"]
-    shown |= failures(run) | checks(run)
-    if run.cut:
-        shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
-    return shown
+    return shown | failures(run) | checks(run)
 
 
 def checks(run: Run) -> dict[str, str]:
