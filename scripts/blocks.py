@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss_choice import keywords_of
-from scripts import stability
 from scripts.bench import gpu as gpu_bench
 from scripts.lines import ROOT, markdown, read
 
@@ -45,11 +44,6 @@ def devices() -> str:
             gpus.setdefault(record["gpu"], {})[record["case"].removesuffix(" -")] = record
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
-
-
-def stability_map() -> str:
-    """Return the map of stability over lag and learning rate, of results/lag_lr."""
-    return lines(stability.page(stability.read_runs(RESULTS / "lag_lr")))
 
 
 def predictions() -> str:

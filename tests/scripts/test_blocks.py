@@ -23,9 +23,8 @@ def test_a_kept_table_is_of_the_records_that_are_there(page):
         r"<!-- .* from (.*), sha256 (\w+)…, page sha256 (\w+)…. -->", head
     ).groups()
     records = b"".join((page.parent / name).read_bytes() for name in names.split())
-    assert digests == [sha256(records), sha256(body.encode())] and body.startswith(
-        ("| ", "- ", "# ")
-    )
+    assert digests == [sha256(records), sha256(body.encode())]
+    assert body.startswith(("| ", "- ", "# ", "**"))
 
 
 def test_the_losses_that_the_page_of_staleness_names_are_those_in_bold():
