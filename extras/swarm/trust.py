@@ -47,7 +47,9 @@ def _find_mistakes(
         yield from _check_segments(t, config)
     else:
         yield from _check_places(t, generated, ticket, config)
-        yield from _check_prefix(num_known, len(generated), ticket, config)
+        must_continue = ticket.prefix is not None and config.on_update != "restart"
+        if must_continue and len(generated) and not num_known:
+            yield "another beginning than the ticket's"
         if versions != sorted(versions):
             yield f"versions {versions[0]} … {versions[-1]}, not ascending"
     oldest = ticket.min_version
@@ -125,18 +127,6 @@ def _count_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
         np.array_equal(getattr(t, name)[places], values) for name, values in recorded.items()
     )
     return len(places) if are_same else 0
-
-
-def _check_prefix(
-    num_known: int, num_generated: int, ticket: Ticket, config: Config
-) -> Iterator[str]:
-    if (
-        ticket.prefix is not None
-        and num_generated
-        and not num_known
-        and config.on_update != "restart"
-    ):
-        yield "another beginning than the ticket's"
 
 
 def _check_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
