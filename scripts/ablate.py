@@ -360,19 +360,17 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
-    started_at = time.monotonic()
     shares = divide_cores(arguments.parallel)
     with ThreadPoolExecutor(
         arguments.parallel, initializer=lambda: os.sched_setaffinity(0, shares.pop())
     ) as pool:
         try:
             futures = [pool.submit(attempt, cell) for cell in missing]
-            for num_run, future in enumerate(as_completed(futures), 1):
+            for future in as_completed(futures):
                 if record := future.result():
                     keep(record, path)
-                    left_s = (time.monotonic() - started_at) / num_run * (len(missing) - num_run)
-                    done = num_finished + num_run
-                    print(f"  {done} of {len(cells)} cells, {left_s / 60:.0f} min left", flush=True)
+                    left = time_needed(cells, read_records(path), arguments.parallel)
+                    print(f"  {left}", flush=True)
         except KeyboardInterrupt as interrupt:
             failures.insert(0, interrupt)
             stop.set()
