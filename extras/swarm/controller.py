@@ -118,19 +118,19 @@ class SwarmController(Controller):
 
     # Batches
 
-    def hold_batch(self) -> list[Group]:
+    def hold_batch(self) -> bool:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Return its groups; empty if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
+        Return whether there is one: not if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
         """
         self.wait_on_clock(lambda: self.hold_batch_if_ready() or self._is_left_alone())
-        return self.buffer.held_groups
+        return bool(self.buffer.held)
 
-    def hold_batch_if_ready(self) -> list[Group]:
-        """Hold the next batch of groups, and return them; empty while the batch must be waited for."""
+    def hold_batch_if_ready(self) -> list[int]:
+        """Hold the next batch, and return the ids of its groups; empty while the batch must be waited for."""
         with self.lock:
             self.buffer.held = self.buffer.held or self.prepare_batch() or []
-            return self.buffer.held_groups
+            return self.buffer.held
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
         """Drop all groups of workers that are not believed. Return whether the held batch has one of them.

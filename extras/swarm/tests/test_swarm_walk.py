@@ -127,7 +127,8 @@ class SwarmWalk(Walk):
         super()._on_message(worker, message)
 
     def _take_batch(self):
-        return self.controller.hold_batch_if_ready()
+        group_ids = self.controller.hold_batch_if_ready()
+        return [self.controller.buffer.group(group_id) for group_id in group_ids]
 
     def _on_batch(self, batch):
         self.trainer = "verifying"
