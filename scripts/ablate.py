@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -297,20 +297,20 @@ def run_to_end(words: Sequence[str], stop: threading.Event) -> tuple[int, str]:
                 kill_with_sessions(process, GRACE_S)
 
 
-def run_cell(
-    cell: dict, command: Sequence[str], stop: threading.Event, keep_in: Path | None = None
-) -> dict:
-    """Run one cell to its end by a command without the place of its run; `keep_in` keeps that directory.
+def run_cell(cell: dict, arguments: Arguments, stop: threading.Event) -> dict:
+    """Run one cell to its end, and return its record.
 
     An error that the run states (a loss not finite) is a result. Raises ValueError if it states none or made no step.
     """
-    name, start, record = cell_name(cell), time.monotonic(), {"cell": cell}
+    name, start = cell_name(cell), time.monotonic()
+    words = options(cell, arguments.extra)
+    record = {"cell": cell, "options": words}
     with tempfile.TemporaryDirectory(prefix="ablate-") as folder:
-        runs = keep_in or Path(folder)
+        runs = arguments.out / "runs" if arguments.keep_runs else Path(folder)
         runs.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(runs / name, ignore_errors=True)  # of a grid that was interrupted
-        words = [*command, f"--runs-dir={runs.resolve()}", f"--run-name={name}"]
-        status, text = run_to_end(words, stop)
+        place = f"--runs-dir={runs.resolve()}", f"--run-name={name}"
+        status, text = run_to_end([*TRAIN, *words, *place], stop)
         record["seconds"] = round(time.monotonic() - start, 1)
         if status:
             lines = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -334,16 +334,15 @@ def check_options(cells: list[dict], records: list[dict], extra: Sequence[str]) 
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")
 
 
-def run_missing(
-    cells: list[dict], path: Path, run: Callable, extra: Sequence[str] = (), parallel: int = 1
-) -> None:
-    """Run the unfinished cells by run(cell, stop), `parallel` at a time, and append each record as it comes.
+def run_missing(cells: list[dict], arguments: Arguments) -> None:
+    """Run the unfinished cells, and append each record as it comes.
 
-    After an error no other cell is started. It is raised when those that run have ended and are kept. A signal sets
-    `stop`, a threading.Event, and ends the runs. None of them is kept. Then KeyboardInterrupt is raised.
+    After an error no other cell is started. It is raised when those that run have ended and are kept. A signal ends
+    the runs. None of them is kept. Then KeyboardInterrupt is raised.
     """
+    path = arguments.out / "cells.jsonl"
     records = read_records(path)
-    check_options(cells, records, extra)
+    check_options(cells, records, arguments.extra)
     missing = unfinished(cells, records)
     num_finished = len(cells) - len(missing)
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)
@@ -357,23 +356,21 @@ def run_missing(
         number = num_finished + missing.index(cell) + 1
         print(f"{cell_name(cell)} starts, {number} of {len(cells)}", flush=True)
         try:
-            return run(cell, stop)
+            return run_cell(cell, arguments, stop)
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
-    started_at = time.monotonic()
-    shares = divide_cores(parallel)
+    shares = divide_cores(arguments.parallel)
     with ThreadPoolExecutor(
-        parallel, initializer=lambda: os.sched_setaffinity(0, shares.pop())
+        arguments.parallel, initializer=lambda: os.sched_setaffinity(0, shares.pop())
     ) as pool:
         try:
-            futures = {pool.submit(attempt, cell): cell for cell in missing}
-            for num_run, future in enumerate(as_completed(futures), 1):
+            futures = [pool.submit(attempt, cell) for cell in missing]
+            for future in as_completed(futures):
                 if record := future.result():
-                    keep(record | {"options": options(futures[future], extra)}, path)
-                    left_s = (time.monotonic() - started_at) / num_run * (len(missing) - num_run)
-                    done = num_finished + num_run
-                    print(f"  {done} of {len(cells)} cells, {left_s / 60:.0f} min left", flush=True)
+                    keep(record, path)
+                    left = time_needed(cells, read_records(path), arguments.parallel)
+                    print(f"  {left}", flush=True)
         except KeyboardInterrupt as interrupt:
             failures.insert(0, interrupt)
             stop.set()
@@ -401,23 +398,17 @@ def keep(record: dict, path: Path) -> None:
     print(f"{cell_name(record['cell'])}: {result}", flush=True)
 
 
-def run_grid(arguments: Arguments, cells: list[dict], out: Path) -> None:
+def run_grid(arguments: Arguments, cells: list[dict]) -> None:
     """Run what is missing of a grid, and report. Raises ValueError as `run_missing` and `report` do.
 
     A signal ends it in a line that says how many cells are finished.
     """
-    path = out / "cells.jsonl"
-    keep_in = out / "runs" if arguments.keep_runs else None
-
-    def run(cell: dict, stop: threading.Event) -> dict:
-        return run_cell(cell, [*TRAIN, *options(cell, arguments.extra)], stop, keep_in)
-
-    baseline = arguments.baseline
+    out, baseline = arguments.out, arguments.baseline
     if not arguments.report:
         try:
-            run_missing(cells, path, run, arguments.extra, arguments.parallel)
+            run_missing(cells, arguments)
         except KeyboardInterrupt:
-            num_finished = len(cells) - len(unfinished(cells, read_records(path)))
+            num_finished = len(cells) - len(unfinished(cells, read_records(out / "cells.jsonl")))
             how = f"the same command with --out {shlex.quote(str(out))} continues"
             sys.exit(f"stopped: {num_finished} of {len(cells)} cells are finished; {how}")
         baseline = baseline or loss(cells[0])
@@ -437,9 +428,10 @@ def main() -> None:
         signal.signal(number, interrupt)
     try:
         arguments = read_arguments(with_home_folder(sys.argv[1:]))
-        out = arguments.out or Path("runs") / time.strftime("ablation-%Y%m%d-%H%M%S")
         if arguments.report and not arguments.out:
             raise ValueError("--report needs --out, the directory of a grid")
+        out = arguments.out or Path("runs") / time.strftime("ablation-%Y%m%d-%H%M%S")
+        arguments = replace(arguments, out=out)
         cells = [] if arguments.report else cells_of(arguments)
         if cells:
             warn_of_few_versions(cells, arguments.extra)
@@ -447,7 +439,7 @@ def main() -> None:
             print(*describe(cells, arguments.baseline), sep="\n")
             print(time_needed(cells, read_records(out / "cells.jsonl"), arguments.parallel))
         else:
-            run_grid(arguments, cells, out)
+            run_grid(arguments, cells)
     except KeyboardInterrupt:
         sys.exit("stopped")
     except ValueError as error:

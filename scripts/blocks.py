@@ -7,17 +7,12 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 import inspect
 import itertools
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
-
-import pandas as pd
 
 from algos import LOSSES
 from asyncrl.config import OPTIONS, allowed_values
 from asyncrl.trainer.loss_choice import keywords_of
-from scripts import stability
 from scripts.bench import gpu as gpu_bench
-from scripts.grids import SERIES
 from scripts.lines import ROOT, markdown, read
 
 RESULTS = ROOT / "results"
@@ -51,56 +46,6 @@ def devices() -> str:
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
 
 
-def speed_of_defaults() -> str:
-    """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed.
-
-    Where lengths are forced, responses are counted: the two systems count the tokens of a response differently.
-    """
-    pairs: dict[tuple[str, str], dict[int, dict[bool, dict]]] = {}
-    for record in read(RESULTS / "peers" / "defaults.jsonl"):
-        of_seeds = pairs.setdefault((record["work"], record["hardware"]), {})
-        of_seeds.setdefault(record["seed"], {})[record["arm"].startswith("ours")] = record
-    rows = []
-    for (work, hardware), of_seeds in pairs.items():
-        is_forced = work in ("long", "short")
-        unit, rate = ("responses", "samples_per_s") if is_forced else ("tokens", "tokens_per_s")
-        speeds = [(pair[True][rate], pair[False][rate]) for pair in of_seeds.values()]
-        ratios = sorted(ours / peer for ours, peer in speeds)
-        ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
-        mode = next(iter(of_seeds.values()))[False]["arm"].split()[2].removesuffix(",")
-        ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
-        cpu = hardware.removeprefix("2 CPU cores, ").partition(" with")[0]
-        rows.append([f"`{work}`, {unit}/s", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
-    return table("workload | CPU | ours | TRL | TRL's mode | ratio | n", rows)
-
-
-def costs(*losses: str) -> str:
-    """Return what a lag of 16 costs some losses: the level's difference, and the final accuracy of each seed."""
-    page = (RESULTS / "study" / "tables.md").read_text(encoding="utf-8")
-    rows = {name: [f"`{name}`, lag 16"] for name in losses}
-    fresh = ["`grpo`, fresh"]
-    for model, part in (("tiny model", "lag"), ("SmolLM2-135M", "smollm2")):
-        section = page.partition(f"losses at exact lags, {model}: lagged − fresh")[2]
-        levels = section.partition("**Level: ")[2].partition("\nn = ")[0]
-        finals: dict[tuple[str, int], list[str]] = {}
-        for record in read(RESULTS / "study" / part / "cells.jsonl"):
-            place = record["cell"]["algo"], record["cell"]["publish_delay"]
-            finals.setdefault(place, []).append(f"{record['evaluations'][-1][1]:.2f}")
-        fresh += ["0", " ".join(finals["grpo", 0])]
-        for name, row in rows.items():
-            (line,) = re.findall(rf"^\| `{name}` \|.*$", levels, re.M)
-            row += [line.strip("| ").split(" | ")[-1], " ".join(finals[name, 16])]
-    return table(
-        "loss | tiny model: level − fresh | final, each seed | SmolLM2: level − fresh | final, each seed",
-        [fresh, *rows.values()],
-    )
-
-
-def stability_map() -> str:
-    """Return the map of stability over lag and learning rate, of results/lag_lr."""
-    return lines(stability.page(stability.read_runs(RESULTS / "lag_lr")))
-
-
 def predictions() -> str:
     """Return what the bench predicts of a GPU, what each GPU did, and what the prediction assumes."""
     measured: dict[str, dict[str, dict]] = {}
@@ -108,14 +53,12 @@ def predictions() -> str:
         measured.setdefault(record["case"], {})[record["gpu"]] = record.get("numbers", {})
     rows = []
     for case, predicted in gpu_bench.TABLES["predictions"].items():
-        for name, (number, assumed, _) in predicted.items():
+        for name, (expected, assumed, _) in predicted.items():
             for gpu, numbers in measured.get(case, {"–": {}}).items():
-                expected = numbers.get(number) if isinstance(number, str) else number
                 cells = ["–", gpu, "–"]
                 if name in numbers:
                     cells = [f"{numbers[name]:.3g}", gpu, f"{numbers[name] / expected:.2f}"]
-                predicted_cell = "the plan" if expected is None else f"{expected:.3g}"
-                rows.append([case, name, predicted_cell, *cells, assumed])
+                rows.append([case, name, f"{expected:.3g}", *cells, assumed])
     return table(
         "part | number | predicted | measured | GPU | ratio | the prediction assumes", rows
     )
@@ -184,118 +127,8 @@ def kept(name: str, page: str = "short") -> str:
     return (RESULTS / name / f"{page}.md").read_text(encoding="utf-8").partition("\n")[2]
 
 
-def cost_of_two_kinds() -> str:
-    """Return rows for the table of kept("planner"): cost per token of AReaL-Hex's table 4, by source of the rates."""
-    arm = "table 4, cost per token, 24 H800 over 8 H800 + 24 H20"
-    records = [record for record in records_of("planner") if record["arm"] == arm]
-    rows = []
-    for source in ("rates of table 1", "sheets by AReaL-Hex", "sheets by MegaScale-Infer"):
-        planned, measured = (
-            ", ".join(f"{record[name]:.2f}" for record in records) for name in (source, "paper")
-        )
-        rows.append(f"| AReaL-Hex, {arm}; 1.5B, 7B, 14B; {source} | {planned} | {measured} |")
-    return lines(rows)
-
-
 def machines(part: str) -> str:
     """Return what was measured of remote hosts: a part of results/swarm, medians alone."""
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
     (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
-
-
-def certificate() -> str:
-    """Return when the certificate and the probe noticed each fault, and its false alarms in healthy runs."""
-    cases: dict[str, list[dict]] = {}
-    for record in records_of("certificate"):
-        cases.setdefault(record["case"], []).append(record)
-    faults, healthy = [], []
-    for records in cases.values():
-        first = records[0]
-        setting = [first["lag"].replace("alpha", "α ="), first["dtype"]]
-        if first["fault"] == "none":
-            checks = sum(record["checks"] for record in records)
-            false_alarms = sum(record["false_alarms"] for record in records)
-            values = [
-                f"{max(record[f'{name}_max'] for record in records):.2g}"
-                for name in ("worst", "version_before_sigmas", "version_after_sigmas")
-            ]
-            healthy.append([*setting, checks, false_alarms, *values])
-            continue
-        rules = {rule for record in records for rule in record["rules"]}
-        steps = [_steps_until(record, "noticed_step") for record in records]
-        steps_of_probe = [_steps_until(record, "probe_noticed_step") for record in records]
-        row = [f"`{first['fault']}`", *setting, ", ".join(steps), ", ".join(sorted(rules)) or "–"]
-        faults.append([*row, ", ".join(steps_of_probe)])
-    fault_heading = (
-        "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
-    )
-    healthy_heading = (
-        "lag | dtype | checks | false alarms | largest `worst` | "
-        "`version_before_sigmas` | `version_after_sigmas`"
-    )
-    return f"{table(fault_heading, faults)}\n{table(healthy_heading, healthy)}"
-
-
-def _steps_until(record: dict, name: str) -> str:
-    """Return the steps from the first one that trained wrong tokens, or how many passed without notice."""
-    if record["first_wrong_step"] is None:
-        return "no wrong token"
-    if record[name] is None:
-        return f"not in {record['steps'] + 1 - record['first_wrong_step']}"
-    return f"{record[name] - record['first_wrong_step']}".replace("-", "−")
-
-
-STORED_RUNS = {
-    "tiny, α = 0": "staleness/a0-s*",
-    "tiny, α = 1": "staleness/a1-s*",
-    "tiny, α = 2": "staleness/a2-s*",
-    "SmolLM2, α = 1": "smollm2/one_digit-s*",
-}
-"""Three seeds of each."""
-LATE_METRICS = (
-    "time/wait_s", "time/step_s", "trainer_time/wait", "worker_time/gated", "worker_time/starved",
-    "worker_time/environment", "worker_time/paused", "rollout/pause_s", "staleness/mean", "response/mixed_versions",
-    "response/cut", "reward/zero_variance_groups", "loss/clipped", "loss/ess", "loss/grad_norm", "drift/k3",
-    "mismatch/abs_mean", "tokens/saved_share", "loss/entropy",
-)  # fmt: skip
-
-
-SERIES_OF_CELLS = ("staleness/mean", "loss/ess", "drift/k3", "loss/entropy")
-"""Metrics that the records of results/lag_lr have, without times, which are of another CPU."""
-
-
-def telemetry() -> str:
-    """Return the usual values of metrics, by stored runs: docs/telemetry.md states their definition."""
-    runs = {
-        name: [read(path) for path in sorted(RESULTS.glob(f"{pattern}/metrics.jsonl"))]
-        for name, pattern in STORED_RUNS.items()
-    }
-    runs["tiny, lag 16"] = _lagged_runs()
-    early = {name: [steps[: len(steps) // 10] for steps in seeds] for name, seeds in runs.items()}
-    late = {name: [steps[len(steps) // 2 :] for steps in seeds] for name, seeds in runs.items()}
-    rows = [[f"`{metric}`", *_ranges(metric, late)] for metric in LATE_METRICS]
-    rows.append(["`loss/entropy`, first tenth", *_ranges("loss/entropy", early)])
-    return table(" | ".join(["metric", *runs]), rows)
-
-
-def _lagged_runs() -> list[list[dict]]:
-    """Return the steps of each seed of `grpo` at lag 16 and the usual learning rate, of results/lag_lr."""
-    runs = []
-    for record in read(RESULTS / "lag_lr" / "cells.jsonl"):
-        cell = record["cell"]
-        if (cell["algo"], cell["publish_delay"], cell["lr"]) == ("grpo", 16, 0.001):
-            series = pd.DataFrame(record["series"]).rename(columns=SERIES)
-            runs.append(series[[*SERIES_OF_CELLS]].to_dict("records"))
-    return runs
-
-
-def _ranges(metric: str, runs: dict[str, list[list[dict]]]) -> list[str]:
-    """Return the least and the largest median of each kind of run; a dash if a metric is missing."""
-    cells = []
-    for seeds in runs.values():
-        values = [[line[metric] for line in steps if metric in line] for steps in seeds]
-        medians = [f"{statistics.median(steps):.3g}" for steps in values if steps]
-        spread = sorted(set(medians), key=float)
-        cells.append(" … ".join(spread[:: max(1, len(spread) - 1)]) or "–")
-    return cells

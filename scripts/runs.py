@@ -45,7 +45,6 @@ class Run:
     """run.json."""
     metrics: pd.DataFrame
     """A row per step."""
-    _cut: list[Path]
 
     @property
     def name(self) -> str:
@@ -60,7 +59,7 @@ class Run:
             folders[int(folder.name.removeprefix("node_"))] = folder
         records = []
         for node, folder in sorted(folders.items()):
-            for record in read(folder / "events.jsonl", self._cut):
+            for record in read(folder / "events.jsonl", may_be_cut=True):
                 records.append(record | {"node": node})
         return sorted(records, key=lambda record: record["time"])
 
@@ -76,13 +75,7 @@ class Run:
     @cached_property
     def samples(self) -> pd.DataFrame:
         """A row per readable response."""
-        return frame(read(self.path / "samples.jsonl", self._cut))
-
-    @property
-    def cut(self) -> list[str]:
-        """Names of files whose last line was being written when the run ended, or when they were read."""
-        _ = self.records, self.samples
-        return [str(path.relative_to(self.path)) for path in self._cut]
+        return frame(read(self.path / "samples.jsonl", may_be_cut=True))
 
 
 def load(path: str | Path) -> Run:
@@ -90,7 +83,7 @@ def load(path: str | Path) -> Run:
 
     Raises ValueError, one line, if the run is not there, has not finished a step, or a line in its files is broken.
     """
-    path, cut = Path(path), []
+    path = Path(path)
     if path.is_file():
         return _load_log(path)
     if (path / "cells.jsonl").exists():
@@ -106,23 +99,22 @@ def load(path: str | Path) -> Run:
     except json.JSONDecodeError as error:
         what = f"is not JSON: {error}; restore it, or take another run"
         raise ValueError(f"{path / 'run.json'} {what}") from None
-    metrics = read(path / "metrics.jsonl", cut)
+    metrics = read(path / "metrics.jsonl", may_be_cut=True)
     if not metrics:
         what = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
         raise ValueError(f"{path / 'metrics.jsonl'} {what}")
-    return Run(path, info, frame(metrics), cut)
+    return Run(path, info, frame(metrics))
 
 
 def _load_log(path: Path) -> Run:
     """Read the log of nano_async.py: a line with the options, then one for each step."""
-    cut = []
-    header, *metrics = read(path, cut) or [{}]
+    header, *metrics = read(path, may_be_cut=True) or [{}]
     if "config" not in header or not metrics:
         what = "has no options and steps; give the directory of a run, or a log of nano_async.py"
         raise ValueError(f"{path} {what}")
     for name in ("log", "log_file"):  # the first is in older logs
         header["config"].pop(name, None)
-    return Run(path, header, frame(metrics), cut)
+    return Run(path, header, frame(metrics))
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """A map of stability over lag and learning rate, of a grid that scripts/ablate.py made.
 
     python scripts/ablate.py --out OUT --algos grpo tis --async-ratio 0 --publish-delay 0 4 16 \\
-        --sweep 'lr=0.00025|0.001|0.004' -- --gradient-cosine
+        --sweep 'lr=0.00025|0.001|0.004'
     python scripts/stability.py OUT
 
 It writes OUT/stability.md and OUT/stability.png. arXiv 2607.01083 says that stale training is stable while lag · lr
@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy import stats
 from tyro.conf import Positional
 
 from scripts.grids import COLOURS, fresh_cell, key, loss, measures_of, read_records
@@ -28,8 +27,6 @@ HELD = 5
 """Steps in which the reward must stay low."""
 LEARNT = 0.5
 """Least best reward of a run that has learnt."""
-BEFORE = 10
-"""Steps before a collapse in which the gradient's cosine is looked at."""
 
 
 def collapse_step(rewards: np.ndarray) -> int | None:
@@ -43,10 +40,10 @@ def collapse_step(rewards: np.ndarray) -> int | None:
 
 
 def read_runs(out: Path) -> pd.DataFrame:
-    """Return a row per run: loss, lag, lr, seed, outcome, step of collapse, level, and its cosines by step.
+    """Return a row per run: loss, lag, lr, seed, outcome, step of collapse, level and cost.
 
-    `level` is the mean reward of the later versions, less that of the fresh run with the same seed and rate. `outcome`
-    is stable, collapsed or flat. Raises ValueError if there is no run, or a run has no rate of its own.
+    `level` is the mean reward of the later versions, and `cost` is it less that of the fresh run with the same seed and
+    rate. `outcome` is stable, collapsed or flat. Raises ValueError if there is no run, or a run has no rate of its own.
     """
     records = read_records(out / "cells.jsonl")
     if not records or any("lr" not in record["cell"] for record in records):
@@ -56,8 +53,8 @@ def read_runs(out: Path) -> pd.DataFrame:
     measured = measures_of(records)
     rows = []
     for record in records:
-        cell, series = record["cell"], record["series"]
-        rewards = np.array(series["reward"], dtype=float)
+        cell = record["cell"]
+        rewards = np.array(record["series"]["reward"], dtype=float)
         step = collapse_step(rewards)
         if step is None and "error" in record:
             step = len(rewards)
@@ -73,7 +70,6 @@ def read_runs(out: Path) -> pd.DataFrame:
                 "step": step,
                 "level": levels.iloc[0],
                 "cost": levels.iloc[0] - levels.iloc[1],
-                "cosines": np.array(series.get("gradient_cosine", []), dtype=float),
             }
         )
     return pd.DataFrame(rows)
@@ -132,35 +128,6 @@ def line_table(runs: pd.DataFrame) -> list[str]:
     return markdown(["loss", *(f"lag {lag}" for lag in lags)], rows)
 
 
-def early_signs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per collapsed run: its mean cosine in the BEFORE steps, and that of stable runs in the same steps.
-
-    The stable runs have the same lag and rate, with any loss and seed. A run with no such partner has no row.
-    """
-    rows = []
-    for run in runs[runs["outcome"] == "collapsed"].itertuples():
-        steps = slice(max(0, int(run.step) - 1 - BEFORE), int(run.step) - 1)
-        same = (runs["lag"] == run.lag) & (runs["lr"] == run.lr) & (runs["outcome"] == "stable")
-        partners = [
-            np.nanmean(cosines[steps]) for cosines in runs.loc[same, "cosines"] if len(cosines)
-        ]
-        if partners and len(run.cosines[steps]):
-            rows.append({"before": np.nanmean(run.cosines[steps]), "stable": np.mean(partners)})
-    return pd.DataFrame(rows, columns=["before", "stable"])
-
-
-def sign_text(signs: pd.DataFrame) -> str:
-    """Return in words whether the gradient's cosine tells a collapse beforehand."""
-    if len(signs) < 3:
-        return f"Only {len(signs)} collapsed runs have a stable partner, too few for a test of the early sign."
-    p = stats.wilcoxon(signs["before"], signs["stable"]).pvalue
-    return (
-        f"Gradient cosine in the {BEFORE} steps before a collapse: {signs['before'].mean():.3f}, and "
-        f"{signs['stable'].mean():.3f} in the same steps of stable runs at the same lag and rate "
-        f"(n = {len(signs)} collapsed runs, Wilcoxon's signed-rank test, p = {p:.2g})."
-    )
-
-
 def page(runs: pd.DataFrame) -> list[str]:
     """Return the lines of stability.md."""
     return [
@@ -173,8 +140,6 @@ def page(runs: pd.DataFrame) -> list[str]:
         "smallest is not stable.",
         "",
         *line_table(runs),
-        "",
-        sign_text(early_signs(runs)),
         "",
         f"n = {runs.groupby(['loss', 'lag', 'lr']).size().min()} seeds or more in each cell.",
     ]

@@ -41,7 +41,7 @@ class Bar(NamedTuple):
     end: float | None
     """Unix time, seconds. None for a moment."""
     kind: str
-    """`response`, `evaluation`, `step`, `update`, `hosts`, `away` (on a remote host), a state of
+    """`response`, `evaluation`, `step`, `update`, `away` (on a remote host), a state of
     asyncrl/runlog/time_ledger.py, or of a moment `started`, `died`, `joined` or `left`."""
     name: str
     """Its label. A response is labelled by its oldest version, because Perfetto colours bars by their names."""
@@ -83,7 +83,7 @@ def _names(lane: int, name: str, last_row: int) -> list[dict]:
 def _lanes(records: list[dict], end: float) -> dict[str, list[Bar]]:
     """Return the bars of each lane by its name."""
     lanes = {"trainer": _trainer(records), "evaluation": _evaluations(records)}
-    if hosts := _hosts(records, end):
+    if hosts := _hosts(records):
         lanes["remote hosts"] = hosts
     by_worker = defaultdict(list)
     for record in records:
@@ -125,21 +125,16 @@ def _evaluations(records: list[dict]) -> list[Bar]:
     return bars
 
 
-def _hosts(records: list[dict], end: float) -> list[Bar]:
-    """Return a mark per join and leave, and between them how many hosts there were."""
-    changes = [
-        record for record in records if record["event"] in ("machine_joined", "machine_left")
-    ]
-    bars, num_hosts = [], 0
-    for change, following in pairwise([*changes, {"time": end}]):
-        time, moment = change["time"], change["event"].removeprefix("machine_")
-        num_hosts += 1 if moment == "joined" else -1
-        name = f"{change['machine']} {moment}"
-        bars.append(Bar(0, time, None, moment, name, _details(change, "why", "tickets")))
-        if num_hosts:
-            hosts = f"remote hosts: {num_hosts}"
-            bars.append(Bar(0, time, following["time"], "hosts", hosts, {}))
-    return bars
+def _hosts(records: list[dict]) -> list[Bar]:
+    """Return a mark per remote host that joined or left."""
+    marks = []
+    for record in records:
+        if record["event"] in ("machine_joined", "machine_left"):
+            moment = record["event"].removeprefix("machine_")
+            name = f"{record['machine']} {moment}"
+            details = _details(record, "why", "tickets")
+            marks.append(Bar(0, record["time"], None, moment, name, details))
+    return marks
 
 
 def _details(record: dict, *names: str) -> dict:

@@ -19,15 +19,12 @@ from extras.swarm.wire import (
 
 MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of configuration and tokenizer."""
-MAX_MODEL_FILES_BYTES = 60 << 20
-"""Below the largest message of a swarm."""
 
 
 class Admission:
     """Answers hosts that ask to join."""
 
     def __init__(self, config: Config, model_path: str):
-        """Raises ValueError if files of the model are too large to be sent."""
         self._code = code_digest()
         self._device = "cuda" if visible_gpus() else "cpu"
         user_code = digest(files(user_code_names(config)))
@@ -74,19 +71,12 @@ def shared_options(config: Config) -> dict:
 
 
 def read_model_files(folder: str) -> dict[str, bytes]:
-    """Return configuration and tokenizer of a model's folder, by file name. Raises ValueError if they are too large."""
-    files = {
+    """Return configuration and tokenizer of a model's folder, by file name."""
+    return {
         path.name: path.read_bytes()
         for path in sorted(Path(folder).iterdir())
         if path.suffix in MODEL_FILES and not path.name.endswith(".index.json")
     }
-    num_bytes = sum(map(len, files.values()))
-    if num_bytes > MAX_MODEL_FILES_BYTES:
-        raise ValueError(
-            f"configuration and tokenizer in {folder} have {num_bytes} bytes, at most {MAX_MODEL_FILES_BYTES} go to "
-            "hosts that join; take away what is neither"
-        )
-    return files
 
 
 def listening_address(listen: str, cluster: Cluster) -> str:

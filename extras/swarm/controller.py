@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from extras.swarm.swarm import Swarm
 
 
-class Disbelieved:
-    """Takes the place of a host's message: the host is not believed, and is shut out."""
-
-
 class SwarmDispatcher(LeasingDispatcher):
     """A dispatcher whose hosts fetch weights, fail and lie."""
 
@@ -83,13 +79,12 @@ class SwarmController(Controller):
             )
             return worker
 
-    def on_message(self, worker: Worker, message) -> None:
-        """Act on a worker's message, or, if it is None, on its death."""
+    def give_up(self, worker: Worker, is_believed: bool) -> None:
+        """Act on the end of a host's worker. Groups with a trajectory of a worker that is not believed are dropped."""
         with self.lock:
-            if isinstance(message, Disbelieved):
+            if not is_believed:
                 self.dispatcher.shut_out([worker.index])
-                message = None
-            super().on_message(worker, message)
+            self.on_message(worker, None)
 
     def move_tickets(self) -> None:
         """Move the tickets that hosts have had for too long to other workers."""
@@ -123,19 +118,19 @@ class SwarmController(Controller):
 
     # Batches
 
-    def hold_batch(self) -> list[Group]:
+    def hold_batch(self) -> bool:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Return its groups; empty if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
+        Return whether there is one: not if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
         """
         self.wait_on_clock(lambda: self.hold_batch_if_ready() or self._is_left_alone())
-        return self.buffer.held_groups
+        return bool(self.buffer.held)
 
-    def hold_batch_if_ready(self) -> list[Group]:
-        """Hold the next batch of groups, and return them; empty while the batch must be waited for."""
+    def hold_batch_if_ready(self) -> list[int]:
+        """Hold the next batch, and return the ids of its groups; empty while the batch must be waited for."""
         with self.lock:
             self.buffer.held = self.buffer.held or self.prepare_batch() or []
-            return self.buffer.held_groups
+            return self.buffer.held
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
         """Drop all groups of workers that are not believed. Return whether the held batch has one of them.

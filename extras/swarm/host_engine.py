@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl import extras
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import WorkerSpec, available_cores, place
 from asyncrl.cluster.worker_process import WorkerProcess
@@ -115,12 +114,10 @@ def start_engines(
     # as its devices are
     options = welcome.options | {"num_rollout_workers": None, "weight_sync": "auto"}
     options["timeout_s"] /= 2  # an engine that hangs is to end before the run does
-    options |= {"rollout_tp": rollout_tp} if rollout_tp else {}
+    if rollout_tp is not None:
+        options["rollout_tp"] = rollout_tp
     config = with_absolute_paths(Config.from_dict(options), Path.cwd())
     workers = place(config, len(visible_gpus()), available_cores(), 0).workers
-    planning = extras.find("planning")
-    if planning is not None and config.rollout_tp > 1:
-        planning.check_tp(planning.read_shape(str(folder)), config.rollout_tp)
     engines = []
     for index, worker in enumerate(workers):
         log = str(folder / f"worker_{index}.log")

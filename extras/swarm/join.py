@@ -244,8 +244,6 @@ def main(worker_main: Callable) -> None:
     match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
     if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
-    if given.rollout_tp is not None and given.rollout_tp < 1:
-        sys.exit(f"error: --rollout-tp must be at least 1, got {given.rollout_tp}")
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
             host = JoinedHost(given.join, given.key, worker_main, Path(folder), given.rollout_tp)

@@ -11,9 +11,9 @@ from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Measured, Sum
 from extras.swarm.link import Link
 
-COUNTS = ("joins", "leaves", "shut_out", "late", "mb_sent", "mb_received")
-"""Counts since the start of the run: hosts that joined, left and were shut out; trajectories of hosts that had left;
-10⁶ bytes sent and received."""
+COUNTS = ("joins", "leaves", "late", "mb_sent", "mb_received")
+"""Counts since the start of the run: hosts that joined and left; trajectories of hosts that had left; 10⁶ bytes sent
+and received."""
 MAX_FAILED = 16
 """Trajectories of one host that can fail one after the other."""
 MAX_NAMED = 16
@@ -76,8 +76,10 @@ class Members:
         """Hosts that are there, by identity."""
         self.counts: Counter[str] = Counter()
         self._record_event = record_event
-        self._identities: dict[int, bytes] = {}  # by worker, also of hosts that have left
-        self._shut_out: set[bytes] = set()
+        self.identities: dict[int, bytes] = {}
+        """Identity of the host of each worker, also of hosts that have left."""
+        self.shut_out: set[bytes] = set()
+        """Identities of hosts that are not believed any more."""
         self._reported_at = time.monotonic()
 
     @property
@@ -96,7 +98,7 @@ class Members:
     def add_engine(self, host: Host, engine: int, worker: Worker) -> None:
         """Note that a host's engine is up."""
         host.engines[engine] = worker
-        self._identities[worker.index] = host.identity
+        self.identities[worker.index] = host.identity
 
     def remove(self, host: Host, why: str) -> None:
         """Note that a host has gone."""
@@ -106,23 +108,11 @@ class Members:
         self._record_event("machine_left", machine=host.name, why=why, tickets=tickets)
         print(f"swarm: {host.name} {why}; its {tickets} tickets are issued again", flush=True)
 
-    def identity_of(self, worker: int) -> bytes:
-        """Return the identity of the host of a worker; it may have left."""
-        return self._identities[worker]
-
-    def shut_out(self, identity: bytes) -> None:
-        """Note that a host is not believed any more."""
-        self._shut_out.add(identity)
-
-    def is_shut_out(self, identity: bytes) -> bool:
-        """Return whether a host is not believed."""
-        return identity in self._shut_out
-
     @property
     def disbelieved(self) -> set[int]:
         """Workers of hosts that were shut out, also of hosts that had left before."""
-        identities = list(self._identities.items())
-        return {worker for worker, identity in identities if identity in self._shut_out}
+        identities = list(self.identities.items())
+        return {worker for worker, identity in identities if identity in self.shut_out}
 
     def take_metrics(self) -> Measured:
         """Take the metrics `swarm/*` of the hosts since the last call, and record an event for each host."""
@@ -142,5 +132,5 @@ class Members:
                 metrics |= {f"{host.name}/{name}": value for name, value in measured.items()}
         metrics |= {name: self.counts[name] for name in COUNTS}
         metrics |= {"machines": len(hosts), "workers": self.num_workers}
-        metrics["shut_out"] = len(self._shut_out)
+        metrics["shut_out"] = len(self.shut_out)
         return {f"swarm/{name}": Sum(value) for name, value in metrics.items()}

@@ -51,7 +51,7 @@ class SwarmRank:
             has_batch = True
             with self.wait_together():
                 if self.cluster.is_leader:
-                    has_batch = bool(self.controller.hold_batch())
+                    has_batch = self.controller.hold_batch()
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
             publisher.check_engines(step)

@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
 from asyncrl.messages import LoadWeights, Probed, WeightsLoaded, decoded_lengths
-from asyncrl.records import Group, Ticket
+from asyncrl.records import Ticket
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.swarm.wire import Fetch, Fetched
 
@@ -203,11 +203,6 @@ class SwarmBuffer(SampleBuffer):
     def num_free_places(self) -> int:
         """Return the number of groups that can be admitted now; see SampleBuffer."""
         return 0 if self.held else super().num_free_places()
-
-    @property
-    def held_groups(self) -> list[Group]:
-        """The groups of the batch that is held."""
-        return [self.group(group_id) for group_id in self.held]
 
     def holding_back(self) -> set[int]:
         """Return running groups that the next batch waits for, or that would make later groups expire."""

@@ -25,7 +25,7 @@ from asyncrl.runlog.metrics import Measured
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.weights.transport import ParameterSpec
 from extras.swarm.admission import Admission
-from extras.swarm.controller import Disbelieved, SwarmController
+from extras.swarm.controller import SwarmController
 from extras.swarm.hub import Hub
 from extras.swarm.intake import Intake
 from extras.swarm.link import Link
@@ -96,9 +96,9 @@ class Swarm:
 
     def shut_out(self, worker: int, why: str) -> None:
         """Shut out the host of a worker: it is not believed, and must not join again."""
-        identity = self.members.identity_of(worker)
-        if not self.members.is_shut_out(identity):
-            self.members.shut_out(identity)
+        identity = self.members.identities[worker]
+        if identity not in self.members.shut_out:
+            self.members.shut_out.add(identity)
             self.hub.do_soon(functools.partial(self._lose_liar, identity, why))
 
     def take_metrics(self) -> Measured:
@@ -121,7 +121,7 @@ class Swarm:
 
     def _receive(self, frames: list[bytes]) -> None:
         identity = frames[0]
-        if self.members.is_shut_out(identity):
+        if identity in self.members.shut_out:
             return
         host = self.members.hosts.get(identity)
         if host is None:
@@ -238,7 +238,7 @@ class Swarm:
         why = printable(why[:MAX_SHOWN])
         self.members.remove(host, why)
         if not is_believed:
-            self.members.shut_out(host.identity)
+            self.members.shut_out.add(host.identity)
             host.link.send(Refused(why))
         for worker in host.engines.values():
-            self.controller.on_message(worker, None if is_believed else Disbelieved())
+            self.controller.give_up(worker, is_believed)

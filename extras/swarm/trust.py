@@ -32,30 +32,35 @@ def find_mistake(
     wire.py has checked the types of the fields. `ticket.min_version` is the version that the ticket needed when it was
     given out. `newest_version` is the newest that its worker was told of.
     """
-    # other checks count on arrays of one length
-    mistake = next(_check_ticket(trajectory, ticket, vocab_size), None)
-    if mistake is not None:
-        return mistake
-    generated = np.flatnonzero(trajectory.loss_mask)
-    num_known = _count_known(trajectory, generated, ticket)
-    versions = trajectory.policy_versions[generated[num_known:]].tolist()
-    # lazily: a check can count on the checks before
+    return next(_find_mistakes(trajectory, ticket, config, newest_version, vocab_size), None)
+
+
+def _find_mistakes(
+    t: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
+) -> Iterator[str]:
+    """Find all mistakes. Each check counts on the checks before it, which found none."""
+    yield from _check_ticket(t, ticket, vocab_size)
+    generated = np.flatnonzero(t.loss_mask)
+    num_known = _count_known(t, generated, ticket)
+    versions = t.policy_versions[generated[num_known:]].tolist()
     if config.is_agent:
-        parts = (_check_segments(trajectory, config),)
+        yield from _check_segments(t, config)
     else:
-        parts = (
-            _check_places(trajectory, generated, ticket, config),
-            _check_prefix(num_known, len(generated), ticket, config),
-            _check_order(versions),
+        yield from _check_places(t, generated, ticket, config)
+        must_continue = ticket.prefix is not None and config.on_update != "restart"
+        if must_continue and len(generated) and not num_known:
+            yield "another beginning than the ticket's"
+        if versions != sorted(versions):
+            yield f"versions {versions[0]} … {versions[-1]}, not ascending"
+    oldest = ticket.min_version
+    if versions and not (oldest <= min(versions) and max(versions) <= newest_version):
+        yield (
+            f"versions {min(versions)} … {max(versions)}, "
+            f"not from {oldest} at least to {newest_version} at most"
         )
-    mistakes = chain(
-        *parts,
-        _check_range(versions, ticket.min_version, newest_version),
-        _check_times(trajectory, config.is_agent),
-        _check_values(trajectory, generated, vocab_size),
-        _check_ending(trajectory, len(generated), config),
-    )
-    return next(mistakes, None)
+    yield from _check_times(t, config.is_agent)
+    yield from _check_values(t, generated, vocab_size)
+    yield from _check_ending(t, len(generated), config)
 
 
 def _check_ticket(t: Trajectory, ticket: Ticket, vocab_size: int) -> Iterator[str]:
@@ -124,18 +129,6 @@ def _count_known(t: Trajectory, generated: np.ndarray, ticket: Ticket) -> int:
     return len(places) if are_same else 0
 
 
-def _check_prefix(
-    num_known: int, num_generated: int, ticket: Ticket, config: Config
-) -> Iterator[str]:
-    if (
-        ticket.prefix is not None
-        and num_generated
-        and not num_known
-        and config.on_update != "restart"
-    ):
-        yield "another beginning than the ticket's"
-
-
 def _check_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iterator[str]:
     logprobs = t.behavior_logprobs[generated].tolist()
     total, least = sum(logprobs), -len(logprobs) * log(vocab_size) - MAX_SURPRISE
@@ -145,16 +138,6 @@ def _check_values(t: Trajectory, generated: np.ndarray, vocab_size: int) -> Iter
         yield "a log-prob of a token that is not generated"
     if t.policy_versions.tolist().count(-1) < len(t.tokens) - len(generated):
         yield "a version of a token that is not generated"
-
-
-def _check_range(versions: list[int], oldest: int, newest: int) -> Iterator[str]:
-    if versions and not (oldest <= min(versions) and max(versions) <= newest):
-        yield f"versions {min(versions)} … {max(versions)}, not from {oldest} at least to {newest} at most"
-
-
-def _check_order(versions: list[int]) -> Iterator[str]:
-    if versions != sorted(versions):
-        yield f"versions {versions[0]} … {versions[-1]}, not ascending"
 
 
 def _check_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator[str]:

@@ -22,13 +22,12 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from asyncrl.cluster.cluster import Cluster
+from asyncrl.cluster.cluster import Cluster, gather_from_ranks
 from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.rewards import load_scorer
@@ -211,23 +210,14 @@ def distances(trajectories: list[Trajectory], policy: Policy, cluster: Cluster) 
     (bundles,) = cluster.scatter_on_node(shares)
     policy.clock.enter("forward_backward")
     parts = [[bundle.sequences[0] for bundle in microbatch] for microbatch in bundles]
-    largest_here: dict[int, float] = {}
+    distances_here = []
     for part, scores in zip(parts, policy.logprobs_of(parts), strict=True):
         for s, own in zip(part, scores.split([s.num_trained for s in part]), strict=True):
             far = distance(own.numpy(), s.behavior_logprobs[s.loss_mask])
-            # NaN stays NaN
-            largest_here[s.group_id] = np.maximum(far, largest_here.get(s.group_id, 0.0))
+            distances_here.append((s.group_id, far))
+    distances_of_ranks = gather_from_ranks(distances_here, cluster.node_group)
     largest: dict[int, float] = {}
-    for of_rank in _gather_on_node(cluster, largest_here) or ():
-        for number, far in of_rank.items():
-            largest[number] = float(np.maximum(far, largest.get(number, 0.0)))
+    for number, far in chain(*distances_of_ranks) if cluster.is_leader else ():
+        # NaN stays NaN
+        largest[number] = float(np.maximum(far, largest.get(number, 0.0)))
     return largest
-
-
-def _gather_on_node(cluster: Cluster, value: Any) -> list | None:
-    """Return the values of this node's ranks on its leader, None on other ranks. Collective on the node."""
-    if len(cluster.local_ranks) < 2:  # only the leader
-        return [value]
-    values = [None] * len(cluster.local_ranks) if cluster.is_leader else None
-    dist.gather_object(value, values, dst=cluster.local_ranks[0], group=cluster.node_group)
-    return values

@@ -49,29 +49,24 @@ class Part(NamedTuple):
 def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str, Part]:
     """Return the parts whose name, or its first word, is in `only`, or all parts that `num_gpus` GPUs can run for None.
 
-    Those of several GPUs come first. Raises ValueError for an unknown name, and for one that needs more GPUs.
+    Those of several GPUs come first. Raises ValueError for a name that no such part has.
     """
     if device == "cpu":
         parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
     else:
-        several = TABLES["parts_of_several"]
         alone = {name: Part(limit_s, 1) for name, limit_s in TABLES["parts"].items()}
         fitting = {
             name: Part(limit_s, max(count for count in counts if count <= num_gpus))
-            for name, (limit_s, *counts) in several.items()
+            for name, (limit_s, *counts) in TABLES["parts_of_several"].items()
             if counts[0] <= num_gpus
         }
         parts = fitting | {name: part for name, part in alone.items() if name not in fitting}
-        for name in several.keys() - parts.keys():
-            if only and {name, name.split()[0]} & set(only):
-                raise ValueError(
-                    f"--only {name!r} needs {several[name][1]} GPUs, and {num_gpus} are visible"
-                )
     names = {part: {part, part.split()[0]} for part in parts}
     known = sorted(set().union(*names.values()))
     for name in only or known:
         if name not in known:
-            raise ValueError(f"--only {name!r} is none of {', '.join(map(repr, known))}")
+            listed = ", ".join(map(repr, known))
+            raise ValueError(f"--only {name!r} is none of the parts for {num_gpus} GPUs: {listed}")
     return {name: part for name, part in parts.items() if names[name] & set(only or known)}
 
 
@@ -160,8 +155,6 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     from scripts.bench.trainer_alone import FUNCTIONS, Setup
 
     if kind not in FUNCTIONS:
-        from scripts.bench.fake_ranks import FUNCTIONS
-    if kind not in FUNCTIONS:
         from scripts.bench.gpu_parts import FUNCTIONS  # and with it what only an engine needs
 
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
@@ -206,20 +199,15 @@ def _table_of_gpu(newest_by_case: dict[str, dict]) -> str:
             rows.append((what, form.format(numbers[above][key] / numbers[below][key])))
     for record in measured:
         for key, prediction in TABLES["predictions"].get(record["case"], {}).items():
-            text = beside_prediction(record["numbers"], key, *prediction)
+            text = beside_prediction(record["numbers"][key], *prediction)
             rows.append((f"{record['case']}, {key}", text))
     rows += [(record["case"], record["failed"]) for record in newest if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
 
 
-def beside_prediction(
-    numbers: dict, key: str, predicted: float | str, assumed: str, change: str
-) -> str:
-    """Return a number beside what was predicted, or the name of that number, and what to change if it is far off."""
-    number = numbers[key]
-    if isinstance(predicted, str):
-        predicted = numbers[predicted]
+def beside_prediction(number: float, predicted: float, assumed: str, change: str) -> str:
+    """Return a number beside what was predicted, and what to change if it is far off."""
     ratio = number / predicted
     text = f"{number:.3g}, predicted {predicted:.3g}, {ratio:.2f} ×: {assumed}"
     return text if 1 / FAR_OFF < ratio < FAR_OFF else f"{text}; CHANGE {change}"

@@ -10,7 +10,6 @@ from walk_worker import WatchedWorker, WithoutProcesses
 
 from asyncrl.config import SwarmOptions
 from asyncrl.messages import Finished, ReportProgress, WeightsLoaded
-from extras.swarm.controller import Disbelieved
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
 from extras.swarm.wire import Fetch, Fetched
@@ -115,7 +114,7 @@ class SwarmWalk(Walk):
     def _shut_out(self, worker):
         worker.process.exit_code, self.oracle.disbelieved = 0, worker.index
         worker.process.outbox.clear()
-        self.controller.on_message(worker, Disbelieved())
+        self.controller.give_up(worker, is_believed=False)
         self.oracle.shut_out(worker.index)
 
     def _end_lease(self, worker):
@@ -128,7 +127,8 @@ class SwarmWalk(Walk):
         super()._on_message(worker, message)
 
     def _take_batch(self):
-        return self.controller.hold_batch_if_ready()
+        group_ids = self.controller.hold_batch_if_ready()
+        return [self.controller.buffer.group(group_id) for group_id in group_ids]
 
     def _on_batch(self, batch):
         self.trainer = "verifying"
