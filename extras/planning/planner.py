@@ -240,9 +240,8 @@ class Training:
 
     def items(self, job: Job) -> list[memory.Item]:
         """Return the memory of a rank in a step."""
-        config = self.config(job)
-        resident = memory.alone_items(config, job.shape, self.shards, self.stages)
-        return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
+        needs = self.config(job), job.shape, memory.Sharing(self.ranks, self.shards, self.stages)
+        return [*memory.alone_items(*needs), *memory.step_items(*needs)]
 
 
 def read_sheets() -> dict[str, dict]:

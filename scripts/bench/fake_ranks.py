@@ -74,8 +74,8 @@ def plan(setup: Setup, num_ranks: int) -> tuple[Config, ModelShape, float]:
     ways = ways_to_fit(config)
     config = ways[first_that_fits(ways, placement, shape, [pool.device] * pool.gpus, sharing)]
     items = [
-        *resident_items(config, shape, num_ranks, stages_weights=True),
-        *step_items(config, shape, num_ranks, num_ranks),
+        *resident_items(config, shape, sharing),
+        *step_items(config, shape, sharing),
     ]
     return config, shape, total(items) - CONTEXT_BYTES
 
