@@ -21,7 +21,10 @@ class Delay:
 
 _LAWS = {"constant": 1, "normal": 2, "lognormal": 2, "fail": 1, "scale": 1}
 """Numbers that each law takes."""
-LAWS_HINT = "allowed are constant:S, normal:MU,SIGMA or lognormal:MU,SIGMA, fail:P and scale:F, separated by a space"
+LAWS_HINT = (
+    "allowed are one of constant:S, normal:MU,SIGMA and lognormal:MU,SIGMA, fail:P with P in [0, 1], and scale:F, each "
+    "once, separated by a space; S, SIGMA and F are at least 0"
+)
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,14 @@ class LatencyLaw:
         """
         laws: dict[str, tuple[float, ...]] = {}
         for part in text.split():
-            name, numbers = _parse_law(part, text)
-            if name in laws:
-                raise ValueError(f"latency {text!r} has two laws {name!r}; {LAWS_HINT}")
+            name, _, values = part.partition(":")
+            numbers = _read_numbers(name, values)
+            if name in laws or not numbers:
+                raise ValueError(f"latency {text!r}: cannot read {part!r}; {LAWS_HINT}")
             laws[name] = numbers
         (failure_rate,), (scale,) = laws.pop("fail", (0.0,)), laws.pop("scale", (1.0,))
         if len(laws) > 1 or not text.split():
-            raise ValueError(
-                f"latency {text!r} has {len(laws)} laws of seconds, wanted one; {LAWS_HINT}"
-            )
+            raise ValueError(f"latency {text!r} has {len(laws)} laws of seconds; {LAWS_HINT}")
         kind, numbers = next(iter(laws.items()), ("constant", (0.0,)))
         return cls(kind, numbers, failure_rate, scale)
 
@@ -65,20 +67,12 @@ class LatencyLaw:
         return Delay(max(0.0, seconds * self.scale), failure)
 
 
-def _parse_law(part: str, text: str) -> tuple[str, tuple[float, ...]]:
-    """Name and numbers of one law; `text` is all that was given, for the error."""
-    name, _, values = part.partition(":")
+def _read_numbers(name: str, values: str) -> tuple[float, ...]:
+    """Return the numbers of a law; none if they are not those that it takes."""
     try:
         numbers = tuple(float(value) for value in values.split(","))
     except ValueError:
-        numbers = ()
-    if _LAWS.get(name) != len(numbers) or not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"latency {text!r}: cannot read {part!r}; {LAWS_HINT}")
-    if name == "fail" and not 0 <= numbers[0] <= 1:
-        raise ValueError(
-            f"latency {text!r}: the P of fail:P is a probability, in [0, 1], got {numbers[0]:g}"
-        )
-    if numbers[-1] < 0:
-        what = {"constant": "S", "scale": "F"}.get(name, "SIGMA")
-        raise ValueError(f"latency {text!r}: {what} must be at least 0, got {numbers[-1]:g}")
-    return name, numbers
+        return ()
+    last_limit = 1 if name == "fail" else math.inf
+    is_valid = len(numbers) == _LAWS.get(name) and all(map(math.isfinite, numbers))
+    return numbers if is_valid and 0 <= numbers[-1] <= last_limit else ()

@@ -36,8 +36,8 @@ GRACE_S = 30.0
 class LeaderWatch(NodeWatch):
     """One thread per other node on leaders. It does nothing on other ranks."""
 
-    def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str], name: str = "watch"):
-        """Connect the leaders and start to watch; collective. `name` must be new to the cluster's store.
+    def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str]):
+        """Connect the leaders and start to watch; collective.
 
         `dump_stacks()` is called when a node is lost or a wait takes too long, and returns where the stacks are.
         """
@@ -49,7 +49,7 @@ class LeaderWatch(NodeWatch):
         self._threads: list[threading.Thread] = []
         if cluster.leaders is None:
             return
-        store = dist.PrefixStore(name, cluster.store)
+        store = dist.PrefixStore("watch", cluster.store)
         self._group = dist.ProcessGroupGloo(store, cluster.node, cluster.num_nodes, CONNECT_TIMEOUT)
         self._unreported = [node for node in range(cluster.num_nodes) if node != cluster.node]
         for node in self._unreported:

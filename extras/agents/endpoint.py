@@ -9,8 +9,7 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import httpx2
 import uvicorn
@@ -18,13 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from asyncrl.config import Config
-from extras.agents.protocol import (
-    ChatRequest,
-    RequestError,
-    TextRequest,
-    parse,
-    stream,
-)
+from extras.agents.protocol import ChatRequest, RequestError, TextRequest, as_stream, parse
+
+if TYPE_CHECKING:
+    from extras.agents.episode import AgentEpisode
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body of a request."""
@@ -33,34 +29,13 @@ KEEP_ALIVE_S = 3600
 """Time after which the server closes an idle connection. Clients close theirs long before, so no request is lost."""
 
 
-class Session(Protocol):
-    """What the endpoint asks of a trajectory."""
-
-    def start_call(self, request: ChatRequest | TextRequest) -> asyncio.Task[dict]:
-        """Begin to answer a request. The task raises RequestError."""
-        ...
-
-    async def give_up(self, call: asyncio.Task) -> None:
-        """End a call whose client has gone."""
-        ...
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a request is answered with."""
-
-    body: str
-    status: int = 200
-    media_type: str = "application/json"
-
-
 class Endpoint:
     """Serves the trajectories of one worker."""
 
     def __init__(self, config: Config) -> None:
         """Open the port; calls are answered once `serve` runs."""
         self._config = config
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentEpisode] = {}
         self._socket = socket.create_server(
             ("127.0.0.1", 0), backlog=MAX_WAITING_CONNECTIONS, reuse_port=False
         )
@@ -69,7 +44,7 @@ class Endpoint:
         self._app.add_api_route("/{path:path}", self._respond_to_socket, methods=["GET", "POST"])
 
     @contextlib.contextmanager
-    def admit(self, ticket_id: int, session: Session) -> Iterator[str]:
+    def admit(self, ticket_id: int, session: "AgentEpisode") -> Iterator[str]:
         """Yield the key of a trajectory, by which its calls are known until the end of the block."""
         key = f"{ticket_id}-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
@@ -95,7 +70,7 @@ class Endpoint:
         """Close the port."""
         self._socket.close()
 
-    async def respond(self, action: str, authorization: str, body: bytes) -> Reply:
+    async def respond(self, action: str, authorization: str, body: bytes) -> Response:
         """Return the answer to a request. If it is cancelled, what was sampled stays in the trajectory.
 
         `action` is the method and the path, such as `GET /v1/models`.
@@ -106,16 +81,18 @@ class Endpoint:
                 raise _too_large()
             match action:
                 case "GET /v1/models":
-                    return Reply(json.dumps(self._models()))
+                    return _in_json(self._models())
                 case "POST /v1/chat/completions":
                     return await self._answer(session, parse(ChatRequest, body))
                 case "POST /v1/completions":
                     return await self._answer(session, parse(TextRequest, body))
             raise RequestError(f"Unknown request URL: {action}.", 404)
         except RequestError as error:
-            return Reply(json.dumps(error.body), error.status)
+            return _in_json(error.body, error.status)
 
-    async def _answer(self, session: Session, request: ChatRequest | TextRequest) -> Reply:
+    async def _answer(
+        self, session: "AgentEpisode", request: ChatRequest | TextRequest
+    ) -> Response:
         request.check_sampling(self._config)
         call = session.start_call(request)
         try:
@@ -125,16 +102,15 @@ class Endpoint:
                 await session.give_up(call)
         response = await call
         if not request.stream:
-            # as ASCII text, as a policy may write half of a character
-            return Reply(json.dumps(response))
+            return _in_json(response)
         with_usage = bool((request.stream_options or {}).get("include_usage"))
-        return Reply("".join(stream(response, with_usage)), media_type="text/event-stream")
+        return Response(as_stream(response, with_usage), media_type="text/event-stream")
 
     def _models(self) -> dict:
         model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
         return {"object": "list", "data": [model]}
 
-    def _session_of(self, authorization: str) -> Session:
+    def _session_of(self, authorization: str) -> "AgentEpisode":
         kind, _, key = authorization.partition(" ")
         session = self._sessions.get(key.strip()) if kind.lower() == "bearer" else None
         if session is None:
@@ -159,8 +135,7 @@ class Endpoint:
             responding.cancel()
             await asyncio.wait({responding})
             return Response()
-        reply = responding.result()
-        return Response(reply.body, reply.status, media_type=reply.media_type)
+        return responding.result()
 
 
 class InProcessTransport(httpx2.AsyncBaseTransport):
@@ -179,9 +154,10 @@ class InProcessTransport(httpx2.AsyncBaseTransport):
         authorization = request.headers.get("authorization", "")
         responding = self._endpoint.respond(action, authorization, await request.aread())
         future = asyncio.run_coroutine_threadsafe(responding, self._loop)
-        reply = await asyncio.wrap_future(future)
-        headers = {"content-type": reply.media_type}
-        return httpx2.Response(reply.status, headers=headers, content=reply.body.encode())
+        response = await asyncio.wrap_future(future)
+        return httpx2.Response(
+            response.status_code, headers=response.raw_headers, content=response.body
+        )
 
 
 class _Server(uvicorn.Server):
@@ -190,6 +166,11 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _in_json(fields: dict, status: int = 200) -> Response:
+    """Return an answer in JSON: as ASCII text, because a policy can write half of a character."""
+    return Response(json.dumps(fields), status, media_type="application/json")
 
 
 async def _read_body(request: Request) -> bytes:

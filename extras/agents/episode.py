@@ -5,11 +5,8 @@ import bisect
 import itertools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-from jinja2 import TemplateError
 
 from asyncrl.config import Config
 from asyncrl.engine.episode import Episode
@@ -18,7 +15,6 @@ from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.rewards import Failed, Reward, RewardFunction, add_rewards, one_line
 from asyncrl.records import (
     Completion,
-    CompletionEnd,
     FinishReason,
     Ticket,
     Trajectory,
@@ -30,12 +26,11 @@ from extras.agents.protocol import (
     Message,
     RequestError,
     TextRequest,
-    chat_response,
     context_overflow,
-    text_response,
+    make_response,
 )
 from extras.agents.replies import Replies
-from extras.agents.runners import Agent
+from extras.agents.runners import Agent, Programs, last_line_as_reward
 from extras.agents.segments import Call, Calls
 from extras.agents.template import Template
 
@@ -48,8 +43,6 @@ class Agents:
     endpoint: Endpoint
     template: Template
     replies: Replies
-    read_reward: Callable[[Any], Any]
-    """Makes a reward, or a dict of its parts, of what an agent returns. Raises Failed."""
     rewards: RewardPool | None
     """What scores the text that an agent returns, with --reward."""
 
@@ -137,8 +130,9 @@ class AgentEpisode(Episode):
         """Return reward and parts. Raises Failed."""
         if self._agents.rewards is not None:
             return await self._agents.rewards.score(self.ticket.answer, str(returned))
-        reward = self._agents.read_reward(returned)
-        function = RewardFunction(lambda *_: reward, is_async=False)
+        if isinstance(self._agents.agent, Programs):
+            returned = last_line_as_reward(returned)
+        function = RewardFunction(lambda *_: returned, is_async=False)
         return add_rewards([await function.score("", "")])
 
     def _start_clock(self, limit_s: float) -> None:
@@ -197,14 +191,14 @@ class AgentEpisode(Episode):
         completion = await self.ask_policy(tuple(call.tokens), max_tokens)
         self._spans.append((started_at, time.time()))
         self._is_used_up |= is_last and completion.finish_reason == "length"
-        completion, hidden = self._kept(completion, request.stops)
+        completion = self._kept(completion, request.stops)
         # noted before anything reads the text, so that no sampled token can be lost
         self.calls.end(call, completion)
         if completion.tokens:
             self.placed_completions.append((len(call.tokens), completion))
         if completion.finish_reason == "interrupted" or not completion.tokens:
             raise _ended()
-        return self._reply(call, completion, hidden, request)
+        return self._reply(call, completion, request)
 
     def _begin(self, request: ChatRequest | TextRequest) -> Call:
         """Return the call with its prompt. Raises RequestError for what has no tokens."""
@@ -213,13 +207,10 @@ class AgentEpisode(Episode):
                 return self.calls.begin_text(request.prompt)
             messages = [message.as_dict() for message in request.messages]
             return self.calls.begin_chat(messages, request.given_tools)
-        except TemplateError as error:
-            raise RequestError(f"The chat template refuses the messages: {error}") from None
         except RequestError:
             raise
-        except (
-            Exception
-        ) as error:  # templates are foreign code, and tokenizers raises nothing special
+        # templates are foreign code, and tokenizers raises nothing special
+        except Exception as error:
             raise RequestError(f"The messages cannot be encoded: {one_line(error)}") from None
 
     def _room(self, call: Call, request: ChatRequest | TextRequest) -> tuple[int, bool]:
@@ -251,31 +242,27 @@ class AgentEpisode(Episode):
         sampled = sum(len(completion.tokens) for _, completion in self.placed_completions)
         return self.config.max_response_tokens - sampled
 
-    def _kept(self, completion: Completion, stops: list[str]) -> tuple[Completion, int]:
-        """Return what stays of a response, and how many characters of its end the agent does not see.
+    def _kept(self, completion: Completion, stops: list[str]) -> Completion:
+        """Return the beginning of a response that stays.
 
         It ends where it first has one of the texts that the agent asked to stop at, and at the limit of the trajectory:
         calls that are sampled at the same time may exceed it together. A beginning of what was sampled is what would
         have been sampled with such an end. The rest counts as discarded.
         """
-        template = self._agents.template
-        size, hidden = len(completion.tokens), 0
-        reason = completion.finish_reason
-        whole = template.decode(completion.tokens) if stops else ""
-        ends = [self._first_size(completion.tokens, stop) for stop in stops if stop in whole]
+        tokens, reason = completion.tokens, completion.finish_reason
+        whole = self._agents.template.decode(tokens) if stops else ""
+        ends = [self._first_size(tokens, stop) for stop in stops if stop in whole]
+        size = min(ends, default=len(tokens))
         if ends:
-            size, reason = min(ends), "stop"
-            text = template.decode(completion.tokens[:size])
-            hidden = len(text) - min(text.find(stop) for stop in stops if stop in text)
+            reason = "stop"
         left = max(0, self._tokens_left())
         if left < size:
-            size, reason, hidden = left, "length", 0
+            size, reason = left, "length"
             self._is_used_up = True
-        if size == len(completion.tokens) and reason == completion.finish_reason:
-            return completion, hidden
         if not self.ticket.is_evaluation:
-            self._proxy.token_counts.discarded += len(completion.tokens) - size
-        return _shortened(completion, size, reason), hidden
+            self._proxy.token_counts.discarded += len(tokens) - size
+        columns = slice_columns(completion, slice(size))
+        return Completion(tokens[:size], reason, **columns)
 
     def _first_size(self, tokens: list[int], stop: str) -> int:
         """Return the fewest of the first tokens that have a text in them."""
@@ -284,23 +271,22 @@ class AgentEpisode(Episode):
         return bisect.bisect_left(sizes, True, key=lambda size: stop in decode(tokens[:size]))
 
     def _reply(
-        self, call: Call, completion: Completion, hidden: int, request: ChatRequest | TextRequest
+        self, call: Call, completion: Completion, request: ChatRequest | TextRequest
     ) -> dict:
-        """Note what was sampled for a call, and return the answer to it."""
-        text = call.said
-        if hidden:
-            text = text[: len(self._agents.template.decode(completion.tokens)) - hidden]
+        """Note what was sampled for a call, and return the answer to it, without the text that it stops at."""
+        ends = [call.said.find(stop) for stop in request.stops if stop in call.said]
+        text = call.said[: min(ends, default=None)]
         usage = len(call.tokens), len(completion.tokens)
         model = request.model or self.config.model
         reason = completion.finish_reason
         if isinstance(request, TextRequest):
             self.calls.answer(call, {"role": "assistant", "content": text})
-            return text_response(model, text, reason, usage)
+            return make_response(model, {"text": text}, reason, usage)
         message = self._agents.replies.read(text, request)
         if message.get("tool_calls"):
             reason = "tool_calls"
         self.calls.answer(call, Message.model_validate(message).as_dict())
-        return chat_response(model, message, reason, usage)
+        return make_response(model, {"message": message}, reason, usage)
 
     # Its end
 
@@ -320,11 +306,6 @@ class AgentEpisode(Episode):
         ]
         lengths = tuple(len(segment.tokens) for segment in segments)
         return replace(super().make_trajectory(*ending), segment_lengths=lengths)
-
-
-def _shortened(completion: Completion, size: int, reason: CompletionEnd) -> Completion:
-    columns = slice_columns(completion, slice(size))
-    return Completion(completion.tokens[:size], reason, **columns)
 
 
 def _ended() -> RequestError:

@@ -3,17 +3,18 @@
 They are read from vLLM's source, as an import of vLLM takes many seconds.
 """
 
-import functools
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.config import Config, Rule
+from asyncrl.config import Rule, flag
+
+PACKAGES = {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}
+"""The package of vLLM that has the parsers of an option."""
 
 
-@functools.cache
 def parser_names(package: str) -> list[str]:
-    """Return the parsers in `tool_parsers` or `reasoning` of vLLM; none without vLLM."""
+    """Return the parsers in a package of vLLM; none without vLLM."""
     vllm = find_spec("vllm")
     if vllm is None:
         return []
@@ -21,26 +22,12 @@ def parser_names(package: str) -> list[str]:
     return sorted(re.findall(r'^    "([\w-]+)": \(', source.read_text(), re.MULTILINE))
 
 
-def _is_unknown(name: str, package: str) -> bool:
-    names = parser_names(package)
-    return bool(name and names) and name not in names
+def _make_rule(option: str) -> Rule:
+    names = parser_names(PACKAGES[option])
+    return (
+        lambda c: bool(names) and getattr(c, option) not in ("", *names),
+        f"--{flag(option)} {{c.{option}}} is none of vLLM's: {', '.join(names)}",
+    )
 
 
-def _is_unknown_tool_parser(config: Config) -> bool:
-    return _is_unknown(config.tool_parser, "tool_parsers")
-
-
-def _is_unknown_reasoning_parser(config: Config) -> bool:
-    return _is_unknown(config.reasoning_parser, "reasoning")
-
-
-RULES: list[Rule] = [
-    (
-        _is_unknown_tool_parser,
-        f"--tool-parser {{c.tool_parser}} is none of vLLM's: {', '.join(parser_names('tool_parsers'))}",
-    ),
-    (
-        _is_unknown_reasoning_parser,
-        f"--reasoning-parser {{c.reasoning_parser}} is none of vLLM's: {', '.join(parser_names('reasoning'))}",
-    ),
-]
+RULES = [_make_rule(option) for option in PACKAGES]

@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,7 +11,6 @@ from asyncrl.config import Config
 
 _NUMBERS = itertools.count()
 """Of answers. A random id would be read from the kernel, and Python lets another thread go on for milliseconds then."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RequestError(Exception):
@@ -66,7 +64,7 @@ class _Tool(BaseModel):
 class Message(BaseModel):
     """A message of a conversation. What a template cannot show, such as a refusal, is passed over."""
 
-    role: Literal[ROLES]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
@@ -178,66 +176,38 @@ def context_overflow(num_tokens: int, max_tokens: int) -> RequestError:
     )
 
 
-def chat_response(model: str, message: dict, finish_reason: str, usage: tuple[int, int]) -> dict:
-    """Return the answer to a chat request. `usage` is the number of tokens that were read and sampled."""
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return _answer("chatcmpl", "chat.completion", model, choice) | {"usage": _usage(*usage)}
+def make_response(model: str, content: dict, finish_reason: str, usage: tuple[int, int]) -> dict:
+    """Return the answer to a request. `content` is a `message`, or the `text` of a plain completion.
 
-
-def text_response(model: str, text: str, finish_reason: str, usage: tuple[int, int]) -> dict:
-    """Return the answer to a request for plain text."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    return _answer("cmpl", "text_completion", model, choice) | {"usage": _usage(*usage)}
-
-
-def stream(response: dict, with_usage: bool) -> Iterator[str]:
-    """Yield a whole answer as server-sent events.
-
-    A response is sampled to its end first, so its text comes in one piece.
+    `usage` is the number of tokens that were read and sampled.
     """
-    (choice,) = response["choices"]
-    usage = response["usage"]
-    head = {name: value for name, value in response.items() if name not in ("choices", "usage")}
-    pieces = [{"text": choice.get("text")}]
-    if "message" in choice:
-        head["object"] = "chat.completion.chunk"
-        pieces = [{"delta": delta} for delta in _deltas(choice["message"])]
-    for number, piece in enumerate(pieces, start=1):
-        reason = choice["finish_reason"] if number == len(pieces) else None
-        part = {"index": 0, "logprobs": None, "finish_reason": reason, **piece}
-        yield _event(head | {"choices": [part]})
-    if with_usage:
-        yield _event(head | {"choices": [], "usage": usage})
-    yield "data: [DONE]\n\n"
-
-
-def _deltas(message: dict) -> Iterator[dict]:
-    yield {"role": "assistant", "content": ""}
-    for name in ("reasoning_content", "content"):
-        if message.get(name):
-            yield {name: message[name]}
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        yield {"tool_calls": [{"index": index, **call}]}
-    yield {}
-
-
-def _event(fields: dict) -> str:
-    return f"data: {json.dumps(fields)}\n\n"
-
-
-def _answer(prefix: str, kind: str, model: str, choice: dict) -> dict:
+    is_chat = "message" in content
+    num_read, num_sampled = usage
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
     return {
-        "id": f"{prefix}-{next(_NUMBERS)}",
-        "object": kind,
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{next(_NUMBERS)}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_read,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_read + num_sampled,
+        },
     }
 
 
-def _usage(num_read: int, num_sampled: int) -> dict:
-    return {
-        "prompt_tokens": num_read,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_read + num_sampled,
-    }
+def as_stream(response: dict, with_usage: bool) -> str:
+    """Return an answer as server-sent events. It comes in one piece, because it is sampled to its end first."""
+    (choice,) = response["choices"]
+    if "message" in choice:
+        response = response | {"object": "chat.completion.chunk"}
+        delta = choice.pop("message")
+        for index, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = index
+        choice["delta"] = delta
+    events = [response | {"usage": None}]
+    if with_usage:
+        events.append(response | {"choices": []})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"

@@ -15,7 +15,7 @@ class Replies:
     """Reads messages from sampled text."""
 
     def __init__(self, config: Config, tokenizer) -> None:
-        """Raises ValueError for a parser that vLLM does not know, and for one that does not fit the model."""
+        """Raises ValueError for a parser that does not fit the model."""
         self._tokenizer = tokenizer
         self._tool_parser = self._reasoning_parser = None
         self.num_unread = 0
@@ -24,18 +24,13 @@ class Replies:
         if config.tool_parser:
             from vllm.tool_parsers import ToolParserManager
 
-            known = ToolParserManager.list_registered()
-            load = ToolParserManager.get_tool_parser
-            self._tool_parser = _find("--tool-parser", config.tool_parser, known, load)
+            self._tool_parser = ToolParserManager.get_tool_parser(config.tool_parser)
             self._check_fit("--tool-parser", config.tool_parser, config.model)
         if config.reasoning_parser:
             from vllm.reasoning import ReasoningParserManager
 
-            known = ReasoningParserManager.list_registered()
             load = ReasoningParserManager.get_reasoning_parser
-            self._reasoning_parser = _find(
-                "--reasoning-parser", config.reasoning_parser, known, load
-            )
+            self._reasoning_parser = load(config.reasoning_parser)
             self._check_fit("--reasoning-parser", config.reasoning_parser, config.model)
 
     def _check_fit(self, option: str, name: str, model: str) -> None:
@@ -95,9 +90,3 @@ def _asked(tools: list[dict]):
 
     choice = "auto" if tools else "none"
     return ChatCompletionRequest(messages=[], tools=tools or None, tool_choice=choice)
-
-
-def _find(option: str, name: str, known: list[str], load):
-    if name not in known:
-        raise ValueError(f"{option} {name} is none of vLLM's: {', '.join(sorted(known))}")
-    return load(name)

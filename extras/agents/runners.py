@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.engine.rewards import Failed, brief, one_line
 from extras.agents.endpoint import Endpoint, InProcessTransport
@@ -26,17 +26,6 @@ BLOCKED_S = 5.0
 """Time after which an event loop that does not answer is left to the agent that blocks it."""
 MAX_THREADS = 4096
 """Threads that coroutines may use at once by asyncio.to_thread; Python's own limit is below the number of agents."""
-
-
-class Agent(Protocol):
-    """What is run for each trajectory."""
-
-    async def run(self, endpoint: Endpoint, key: str, problem: dict) -> Any:
-        """Run to the end, and return what the agent gives: a reward, its parts, or a text. Raises Failed.
-
-        If it is cancelled, all processes of the agent are gone.
-        """
-        ...
 
 
 class Coroutines:
@@ -146,6 +135,10 @@ class Programs:
             )
             raise Failed(f"{self._command} {reason}")
         return output.decode(errors="replace")
+
+
+Agent = Coroutines | Programs
+"""What is run for each trajectory. `run` returns a reward, its parts, or a text. It raises Failed."""
 
 
 async def _read_limited(process: asyncio.subprocess.Process, output: bytearray) -> None:

@@ -27,7 +27,7 @@ class Call:
     """What the prompt's tokens say."""
     tokens: list[int]
     """The prompt."""
-    key: tuple[str, ...]
+    key: tuple[str, ...] = ()
     """The tools and messages that the agent sent, in a form that is equal for equal ones; empty for a plain text."""
     parent: "Call | None" = None
     """The call whose tokens the prompt begins with."""
@@ -67,38 +67,38 @@ class Calls:
                 extended = [*earlier.messages, reply, *messages[size:]]
                 try:
                     text = self._template.render(extended, tools)
-                except (
-                    Exception
-                ):  # a template is foreign code; it may want the reply's parts, such as tool calls
+                # a template is foreign code; it may want the reply's parts, such as tool calls
+                except Exception:
                     continue
                 if text.startswith(earlier.text + earlier.said):
-                    return self._add(self._continued(earlier, text), extended, key)
+                    tokens = self._continued(earlier, text)
+                    return self._add(Call(extended, text, tokens, key, earlier))
         text = self._template.render(messages, tools)
-        return self._add(Call([], text, self._template.encode(text), ()), messages, key)
+        return self._add(Call(messages, text, self._template.encode(text), key))
 
     def begin_text(self, prompt: str | list[int]) -> Call:
         """Return a call for the continuation of a plain text, or of tokens."""
         if isinstance(prompt, list):
             self._template.check_tokens(prompt)
-            return self._add(Call([], self._template.decode(prompt), prompt, ()), [], ())
+            return self._add(Call([], self._template.decode(prompt), prompt))
         for earlier in sorted(self._texts, key=lambda call: -len(call.text + call.said)):
             # a token that ended the response is part of a plain text only if the agent wrote it
             if prompt.startswith(earlier.text + earlier.said + earlier.end):
-                return self._add(self._continued(earlier, prompt), [], ())
-        return self._add(Call([], prompt, self._template.encode_plain(prompt), ()), [], ())
+                tokens = self._continued(earlier, prompt)
+                return self._add(Call([], prompt, tokens, parent=earlier))
+        return self._add(Call([], prompt, self._template.encode_plain(prompt)))
 
-    def _continued(self, earlier: Call, text: str) -> Call:
-        """Return a call whose prompt is the exact tokens of an earlier call, and then what the text has behind it."""
+    def _continued(self, earlier: Call, text: str) -> list[int]:
+        """Return a prompt: the exact tokens of an earlier call, and those of the rest of the text."""
         rest = text[len(earlier.text + earlier.said) :]
         tokens = [*earlier.tokens, *earlier.completion.tokens]
         if earlier.end and rest.startswith(earlier.end):
             tokens += self._template.encode(rest[len(earlier.end) :], after=earlier.end)
         else:  # it was cut, or it ended by another token than the template writes
             tokens += self._template.encode(rest)
-        return Call([], text, tokens, (), earlier)
+        return tokens
 
-    def _add(self, call: Call, messages: list[dict], key: tuple[str, ...]) -> Call:
-        call.messages, call.key = messages, key
+    def _add(self, call: Call) -> Call:
         self._calls.append(call)
         return call
 

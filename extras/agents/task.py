@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from asyncrl import user_code
-from asyncrl.config import Config, read_arguments
+from asyncrl.config import Config
+from asyncrl.tasks import with_arguments
 from data.problem import Problem, Task
 from data.tables import Rows, RowTask, load_splits, placed
 from extras.agents import verifiers_task
@@ -27,14 +28,15 @@ class AgentTask(RowTask):
     def __init__(
         self,
         seed: int,
-        splits: dict[str, Rows],
+        read_splits: Callable[[], dict[str, Rows]],
         source: str,
         *,
         held_out: Annotated[float, Meta(gt=0, lt=1)] = 0.1,
         shuffle: bool = True,
     ) -> None:
         """Make the task of rows. If they have no held-out split, a hash holds out the share `held_out`."""
-        super().__init__(seed, splits, read_row, source=source, held_out=held_out, shuffle=shuffle)
+        options = {"source": source, "held_out": held_out, "shuffle": shuffle}
+        super().__init__(seed, read_splits(), read_row, **options)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Return no tokens: the agent's first call has the prompt."""
@@ -62,8 +64,8 @@ def prepare_task(config: Config) -> Callable[[], Task]:
     name, task_args = config.task, config.task_args
     if name.startswith(verifiers_task.PREFIX):
         environment = verifiers_task.load_environment(name, task_args)
-        splits = verifiers_task.splits_of(environment, name)
-        return functools.partial(AgentTask, config.seed, splits, f"rows of {name}")
+        read_splits = functools.partial(verifiers_task.splits_of, environment, name)
+        return functools.partial(AgentTask, config.seed, read_splits, f"rows of {name}")
     make_problems = None
     if user_code.is_user_code(name):
         function = user_code.load(name)
@@ -77,24 +79,23 @@ def prepare_task(config: Config) -> Callable[[], Task]:
             shlex.split(name)
         except ValueError as error:
             raise ValueError(f"--task {name}: {error}; write it as a shell would read it") from None
-    if config.data_path is None and make_problems is None:
+    if config.data_path is not None:
+        source = config.data_path
+        read_splits = functools.partial(load_splits, source)
+    elif make_problems is not None:
+        source = f"problems of {name}"
+        read_splits = functools.partial(_read_problems, config, make_problems, source)
+    else:
         raise ValueError(
             f"--task {name} has no problems; give --data-path, or write `def problems(seed)` in the agent's file"
         )
-    parameters = inspect.signature(AgentTask, eval_str=True).parameters.values()
-    options = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    arguments = read_arguments("task-args", task_args, f"--task {name}", options)
-    return functools.partial(_read, config, make_problems, arguments)
+    given = {"seed": config.seed, "read_splits": read_splits, "source": source}
+    return with_arguments(AgentTask, name, task_args, given)
 
 
-def _read(
-    config: Config,
-    make_problems: Callable[[int], Iterable[dict]] | None,
-    arguments: dict[str, Any],
-) -> AgentTask:
-    if config.data_path is not None:
-        return AgentTask(config.seed, load_splits(config.data_path), config.data_path, **arguments)
+def _read_problems(
+    config: Config, make_problems: Callable[[int], Iterable[dict]], source: str
+) -> dict[str, Rows]:
     with user_code.errors_as_value_error(config.task):
         rows = list(itertools.islice(make_problems(config.seed), MAX_PROBLEMS))
-    source = f"problems of {config.task}"
-    return AgentTask(config.seed, {"": placed(rows, source)}, source, **arguments)
+    return {"": placed(rows, source)}

@@ -17,7 +17,7 @@ from extras.agents.endpoint import Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.parsers import RULES
 from extras.agents.replies import Replies
-from extras.agents.runners import Agent, Coroutines, Programs, last_line_as_reward
+from extras.agents.runners import Agent, Coroutines, Programs
 from extras.agents.task import prepare_task
 from extras.agents.template import Template
 from rollout import RolloutWorker
@@ -45,25 +45,6 @@ class AgentWorker(RolloutWorker):
         ]
 
 
-def _start_agents(spec: WorkerSpec, tokenizer) -> Agents:
-    config = spec.config
-    rewards = None
-    if config.reward:
-        title = f"rewards {spec.placement.worker}"
-        rewards = RewardPool(
-            config.task, config.reward, config.env_timeout_s, REWARD_PROCESSES, title
-        )
-    agent = _agent_of(config)
-    return Agents(
-        agent,
-        Endpoint(config),
-        Template(tokenizer, stop_token_ids(spec.model_path, tokenizer)),
-        Replies(config, tokenizer),
-        last_line_as_reward if isinstance(agent, Programs) else _as_it_is,
-        rewards,
-    )
-
-
 def _agent_of(config: Config) -> Agent:
     task = config.task
     if task.startswith(verifiers_task.PREFIX):
@@ -71,10 +52,6 @@ def _agent_of(config: Config) -> Agent:
     if user_code.is_user_code(task):
         return Coroutines(task, user_code.load(task))
     return Programs(task.removeprefix("agent:"))
-
-
-def _as_it_is(reward):
-    return reward
 
 
 class AgentPlugin(Plugin):
@@ -102,9 +79,22 @@ class AgentPlugin(Plugin):
     def start_environments(self, spec: WorkerSpec, tokenizer) -> Agents:
         """Return what the agents of a worker share.
 
-        Raises ValueError for a parser that vLLM does not know, and for user code that does not load.
+        Raises ValueError for a parser that does not fit the model, and for user code that does not load.
         """
-        return _start_agents(spec, tokenizer)
+        config = spec.config
+        rewards = None
+        if config.reward:
+            title = f"rewards {spec.placement.worker}"
+            rewards = RewardPool(
+                config.task, config.reward, config.env_timeout_s, REWARD_PROCESSES, title
+            )
+        return Agents(
+            _agent_of(config),
+            Endpoint(config),
+            Template(tokenizer, stop_token_ids(spec.model_path, tokenizer)),
+            Replies(config, tokenizer),
+            rewards,
+        )
 
 
 PLUGIN = AgentPlugin()

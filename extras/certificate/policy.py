@@ -23,6 +23,7 @@ from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import Bundle, MicroBatch, TrainSequence, with_equal_counts
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.sharding import free_gathered_weights, own_shard
+from asyncrl.trainer.splitting import fill_microbatches
 from extras.certificate.rules import SCORES, TOKEN, describe_tokens, judge
 
 NUM_RESPONSES = 32
@@ -121,20 +122,22 @@ class Certificate(PolicyPlugin):
 
         Returns the tokens [N] of TOKEN of all ranks.
         """
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        policy, rank, num_ranks = self._policy, dist.get_rank(), dist.get_world_size()
         numbers = range(rank, NUM_RESPONSES, num_ranks)[: len(sequences)]
-        generator = np.random.default_rng((self._policy.config.seed, version, rank))
+        generator = np.random.default_rng((policy.config.seed, version, rank))
         places = generator.permutation(len(sequences))[: len(numbers)]
-        drawn = [sequences[place] for place in sorted(places)]
+        drawn = [sequences[place] for place in places]
+        budget, layout = policy.config.max_tokens_per_microbatch, policy.module.layout
+        (microbatches,) = with_equal_counts([fill_microbatches(drawn, budget, layout) or [[]]])
         columns = [
             _describe(sequence, number + version * NUM_RESPONSES, version)
-            for number, sequence in zip(numbers, drawn, strict=True)
+            for number, sequence in zip(numbers, itertools.chain(*microbatches), strict=True)
         ]
         tokens = np.concatenate([np.zeros(0, TOKEN), *columns])
         stamps = version - tokens["lag"]
         needed = {version, *(stamps - 1), *stamps, *(stamps + 1)}
         needed = set().union(*gather_from_ranks({int(number) for number in needed}))
-        scores = self._score(drawn, sorted(needed), version + 1)
+        scores = self._score(microbatches, sorted(needed), version + 1)
         for column, offset in (("stamped", 0), ("before", -1), ("after", 1)):
             for number, logprobs in scores.items():
                 is_of = stamps + offset == number
@@ -143,46 +146,27 @@ class Certificate(PolicyPlugin):
         return np.concatenate(gather_from_ranks(tokens))
 
     def _score(
-        self, sequences: list[TrainSequence], versions: Iterable[int], live_version: int
+        self, microbatches: list[list[Bundle]], versions: Iterable[int], live_version: int
     ) -> dict[int, np.ndarray]:
         """Return the log-probs of the trained tokens, [N] nats, under each version that is kept; collective."""
         self._is_checking = True
-        try:
-            microbatches = [
-                self._policy.pack_to_train(bundles, live_version)
-                for bundles in self._split(sequences)
-            ]
-        finally:
-            self._is_checking = False
+        batches = [self._policy.pack_to_train(bundles, live_version) for bundles in microbatches]
+        self._is_checking = False
         scores = {}
         if live_version in versions:
-            scores[live_version] = self._logprobs(microbatches)
+            scores[live_version] = self._logprobs(batches)
         with self._restored_weights():
             for version in versions:
                 if version in self._snapshots:
                     self._load(self._snapshots[version])
-                    scores[version] = self._logprobs(microbatches)
+                    scores[version] = self._logprobs(batches)
         return scores
 
-    def _split(self, sequences: list[TrainSequence]) -> list[list[Bundle]]:
-        """Return micro-batches within the budget of tokens, equally many on all ranks; collective."""
-        budget = self._policy.config.max_tokens_per_microbatch
-        microbatches: list[list[Bundle]] = [[]]
-        room = budget
-        for sequence in sequences:
-            if sequence.num_tokens > room:
-                microbatches.append([])
-                room = budget
-            microbatches[-1].append(sequence)
-            room -= sequence.num_tokens
-        (padded,) = with_equal_counts([microbatches])
-        return padded
-
     @torch.no_grad()
-    def _logprobs(self, microbatches: list[MicroBatch]) -> np.ndarray:
+    def _logprobs(self, batches: list[MicroBatch]) -> np.ndarray:
         """Return the log-probs of all trained tokens under the loaded weights, [N] nats; collective."""
         policy = self._policy
-        parts = [policy.forward(policy.module, batch).logprobs.cpu() for batch in microbatches]
+        parts = [policy.forward(policy.module, batch).logprobs.cpu() for batch in batches]
         free_gathered_weights(policy.module)
         return torch.cat(parts).numpy()
 

@@ -15,6 +15,7 @@ E[π/μ] = 1 holds for every policy π and every sampler μ with the same suppor
 away, by the square of its change. If weights do not change, both are equally far.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -93,14 +94,10 @@ def judge(
         map(_shift, judged),
         key=lambda evidence: (abs(evidence.value) > MIN_SHIFT, abs(evidence.sigmas)),
     )
-    before, after = (
-        max((_nearer(tokens, name) for tokens in judged), key=lambda evidence: evidence.sigmas)
-        for name in ("before", "after")
-    )
-    growth = max(
-        (_growth(tokens, ROUNDING * allowed) for tokens in judged),
-        key=lambda evidence: evidence.sigmas,
-    )
+    surest = functools.partial(max, key=lambda evidence: evidence.sigmas)
+    before = surest(_nearer(tokens, "before") for tokens in judged)
+    after = surest(_nearer(tokens, "after") for tokens in judged)
+    growth = surest(_growth(tokens, ROUNDING * allowed) for tokens in judged)
     alarms = (
         worst > allowed,
         abs(shift.value) > MIN_SHIFT and abs(shift.sigmas) > SURE,
@@ -150,19 +147,23 @@ def _worst_mean(tokens: np.ndarray) -> float:
     )
 
 
-def _sigmas(tokens: np.ndarray, values: np.ndarray) -> float:
-    """Return the sum of values [N] in its standard errors, from their sums over responses."""
+def _error(tokens: np.ndarray, values: np.ndarray) -> float:
+    """Return the standard error of the sum of values [N], from their sums over responses."""
     _, places = np.unique(tokens["response"], return_inverse=True)
-    error = np.linalg.norm(np.bincount(places, values)) if len(values) else 0.0
-    return float(values.sum() / error) if error else 0.0
+    return float(np.linalg.norm(np.bincount(places, values)))
+
+
+def _mean(tokens: np.ndarray, values: np.ndarray) -> Evidence:
+    """Return the mean of values [N]."""
+    error = _error(tokens, values)
+    return Evidence(float(values.mean()), float(values.sum() / error) if error else 0.0)
 
 
 def _shift(tokens: np.ndarray) -> Evidence:
     """Return the mean of π/μ − 1."""
     if len(tokens) < MIN_TOKENS:
         return Evidence(0.0, 0.0)
-    values = np.expm1(-_gaps(tokens))
-    return Evidence(float(values.mean()), _sigmas(tokens, values))
+    return _mean(tokens, np.expm1(-_gaps(tokens)))
 
 
 def _nearer(tokens: np.ndarray, neighbour: str) -> Evidence:
@@ -170,8 +171,7 @@ def _nearer(tokens: np.ndarray, neighbour: str) -> Evidence:
     known = tokens[~np.isnan(tokens[neighbour])]
     if len(known) < MIN_TOKENS:
         return Evidence(0.0, 0.0)
-    values = _gaps(known) ** 2 - (known["recorded"] - known[neighbour]) ** 2
-    return Evidence(float(values.mean()), _sigmas(known, values))
+    return _mean(known, _gaps(known) ** 2 - (known["recorded"] - known[neighbour]) ** 2)
 
 
 def _growth(tokens: np.ndarray, rounding: float) -> Evidence:
@@ -187,12 +187,8 @@ def _growth(tokens: np.ndarray, rounding: float) -> Evidence:
     sizes = np.abs(_gaps(tokens))
     old, fresh = sizes[is_old].mean(), sizes[~is_old].mean()
     influence = np.where(is_old, (sizes - old) / num_old, -2 * (sizes - fresh) / num_fresh)
-    excess = float(old - 2 * fresh)
-    _, places = np.unique(tokens["response"], return_inverse=True)
-    error = np.linalg.norm(np.bincount(places, influence))
-    if old <= rounding or not error:
-        return Evidence(excess, 0.0)
-    return Evidence(excess, float(excess / error))
+    excess, error = float(old - 2 * fresh), _error(tokens, influence)
+    return Evidence(excess, excess / error if error and old > rounding else 0.0)
 
 
 TEXTS: dict[str, Callable[[dict[str, float]], str]] = {

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.cluster.placement import WorkerSpec
-from asyncrl.engine.environments import Environments, Step
+from asyncrl.engine.environments import Step
 from asyncrl.engine.rewards import Failed, brief, number_of, one_line
 from asyncrl.records import Completion
 from extras.conversation import Conversation
-from extras.environments.task import prepare_environment
 
 MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of them may be remembered
 
@@ -112,14 +110,6 @@ class EnvironmentPool:
             return self.idle.pop()
         except IndexError:
             return self._make()
-
-
-def start_environments(spec: WorkerSpec, tokenizer) -> Environments:
-    """The environments of a worker's task."""
-    config = spec.config
-    make = prepare_environment(config.task, config.task_args)
-    pool = EnvironmentPool(make, tokenizer, config.env_timeout_s)
-    return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
 
 
 async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:

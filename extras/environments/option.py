@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncrl.plugins import Plugin
-from extras.environments.task import prepare_task
+from extras.environments.task import prepare_environment, prepare_task
 
 if TYPE_CHECKING:
     from asyncrl.cluster.placement import WorkerSpec
@@ -25,9 +25,13 @@ class EnvironmentPlugin(Plugin):
 
     def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments":
         """Return the environments of a worker's task."""
-        from extras.environments import multi_turn
+        from asyncrl.engine.environments import Environments
+        from extras.environments.multi_turn import EnvironmentPool, MultiTurn
 
-        return multi_turn.start_environments(spec, tokenizer)
+        config = spec.config
+        make = prepare_environment(config.task, config.task_args)
+        pool = EnvironmentPool(make, tokenizer, config.env_timeout_s)
+        return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
 
 
 PLUGIN = EnvironmentPlugin()

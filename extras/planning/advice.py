@@ -63,7 +63,7 @@ def advice_of(run) -> str:
         return advise_on_hosts(measure_hosts(run, config))
     hardware = run.info["hardware"]
     placement = place(config, len(hardware["gpus"]), hardware["cpu_cores"], run.info["world_size"])
-    return f"{advise(measure(run, config, placement))}\n{describe_lag(measure_lag(run, config))}"
+    return f"{advise(measure(run, config, placement))}\n{describe_lag(run, config)}"
 
 
 def measure(run, config: Config, placement: Placement) -> Measured:
@@ -71,18 +71,9 @@ def measure(run, config: Config, placement: Placement) -> Measured:
     rollout, training, unit, is_shared = _devices(placement)
     first = len(run.metrics) // 4
     settled = run.metrics.iloc[first:]
-    settles_at, ends_at = run.events["step"]["time"].iloc[[first - 1, -1]]
-    generated = (
-        settled["tokens/generated"].iloc[-1] - run.metrics["tokens/generated"].iloc[first - 1]
-    )
-    ended = run.events["trajectory"]
-    is_evaluation = (ended["group"] < 0) & ended["time"].between(
-        settles_at, ends_at, inclusive="right"
-    )
-    for_training = generated / (generated + ended["tokens"][is_evaluation].sum())
-    decoding_s = (settled["time/step_s"] * settled["worker_time/decoding"]).mean() * for_training
-    responses = trained_responses(run)
-    responses = responses[responses["step"] > first]
+    # evaluations count as a part of sampling
+    decoding_s = (settled["time/step_s"] * settled["worker_time/decoding"]).mean()
+    responses = trained_responses(run, first)
     took_s = (responses["ended_at"] - responses["started_at"]).groupby(responses["step"])
     return Measured(
         async_ratio=config.async_ratio,
@@ -91,60 +82,41 @@ def measure(run, config: Config, placement: Placement) -> Measured:
         unit=unit,
         is_shared=is_shared,
         samples=config.groups_per_step * config.group_size,
-        decoding_s=float(decoding_s * rollout),
+        decoding_s=decoding_s * rollout,
         training_s=_busy_s(settled) * training,
-        response_mean_s=float(took_s.mean().mean()),
-        response_max_s=float(took_s.max().mean()),
-        step_s=float(settled["time/step_s"].mean()),
+        response_mean_s=took_s.mean().mean(),
+        response_max_s=took_s.max().mean(),
+        step_s=settled["time/step_s"].mean(),
     )
 
 
-def trained_responses(run):
-    """Return a table with a row per response and step that trained on it: the trajectory's event, and `step`."""
+def trained_responses(run, first: int):
+    """Return a table with a row per response and step after the `first` that trained on it: its event, and `step`."""
     groups = run.events["step"][["step", "groups"]].explode("groups").astype("Int64")
+    groups = groups[groups["step"] > first]
     return groups.merge(run.events["trajectory"], left_on="groups", right_on="group")
 
 
-@dataclass(frozen=True)
-class Lag:
-    """Mean staleness of the trained groups of a run, in steps."""
-
-    group_steps: float
-    """Time of a group from its first start to its last end, over that of a step (T/s)."""
-    busy_share: float
-    """Share of a step in which the trainer does not wait (ρ)."""
-    by_rates: float
-    all_places: float
-    realised: float
-
-
-def measure_lag(run, config: Config) -> Lag:
-    """Return the predicted and the realised lag over the steps of a run, without its first quarter."""
+def describe_lag(run, config: Config) -> str:
+    """Return one line with the mean staleness of trained groups, predicted and realised, without the first quarter."""
     first = len(run.metrics) // 4
-    settled, responses = run.metrics.iloc[first:], trained_responses(run)
-    is_sampled = (responses["step"] > first) & (responses["finish_reason"] != "aborted")
-    groups = responses[is_sampled].groupby("group")
+    settled, responses = run.metrics.iloc[first:], trained_responses(run, first)
+    groups = responses[responses["finish_reason"] != "aborted"].groupby("group")
     group_s = (groups["ended_at"].max() - groups["started_at"].min()).mean()
     step_s = settled["time/step_s"].mean()
-    group_steps, busy_share = float(group_s / step_s), _busy_s(settled) / float(step_s)
+    group_steps, busy_share = group_s / step_s, _busy_s(settled) / step_s
     num_outstanding = config.max_outstanding_groups - config.extra_groups
     alpha = num_outstanding / config.groups_per_step - 1
-    predicted = predicted_lag(alpha, config.publish_delay, group_steps, busy_share)
-    return Lag(group_steps, busy_share, *predicted, float(settled["staleness/mean"].mean()))
-
-
-def describe_lag(lag: Lag) -> str:
-    """Return one line with the predicted and the realised lag."""
+    low, high = predicted_lag(alpha, config.publish_delay, group_steps, busy_share)
     return (
-        f"  lag: predicted {lag.by_rates:.2f} steps by the rates (a group takes {lag.group_steps:.2f} steps, the "
-        f"trainer is busy for {lag.busy_share:.2f}) … {lag.all_places:.2f} with all places taken; realised "
-        f"{lag.realised:.2f}"
+        f"  lag: predicted {low:.2f} steps by the rates (a group takes {group_steps:.2f} steps, the trainer is busy "
+        f"for {busy_share:.2f}) … {high:.2f} with all places taken; realised {settled['staleness/mean'].mean():.2f}"
     )
 
 
 def _busy_s(steps) -> float:
     """Return the mean time of a step in which the trainer did not wait, seconds."""
-    return float((steps["time/step_s"] - steps["time/wait_s"]).mean())
+    return (steps["time/step_s"] - steps["time/wait_s"]).mean()
 
 
 def _devices(placement: Placement) -> tuple[int, int, str, bool]:
@@ -228,11 +200,8 @@ def hosts_that_suffice(m: RemoteHosts) -> float:
 
 def measure_hosts(run, config: Config) -> RemoteHosts:
     """Return means over the steps without their first quarter. Rates are of the last steps, because hosts leave."""
-    responses = trained_responses(run)
-    latest = responses[responses["step"] > len(run.metrics) - MIN_STEPS]
-    workers = [
-        rows[["started_at", "ended_at"]].to_numpy().tolist() for _, rows in latest.groupby("worker")
-    ]
+    latest = trained_responses(run, len(run.metrics) - MIN_STEPS).groupby("worker")
+    workers = [rows[["started_at", "ended_at"]].to_numpy().tolist() for _, rows in latest]
     first = len(run.metrics) // 4
     updates = run.events["update"]
     settled = updates[updates["time"] > run.events["step"]["time"].iloc[first - 1]]
@@ -240,7 +209,7 @@ def measure_hosts(run, config: Config) -> RemoteHosts:
         rates=tuple(len(spans) / _covered_s(spans) for spans in workers),
         responses=config.groups_per_step * config.group_size,
         train_s=_busy_s(run.metrics.iloc[first:]),
-        broadcast_s=float(settled["broadcast_s"].mean()),
+        broadcast_s=settled["broadcast_s"].mean(),
         refresh_lag=max(1, config.swarm.refresh_lag),
     )
 
@@ -258,7 +227,13 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 
 def advise(m: Measured) -> str:
     """Return the advice with its arithmetic."""
-    return "\n".join([*_measurements(m), *_predictions(m), *_advice(m), *_caveats(m)])
+    lines = [*_measurements(m), *_predictions(m), *_advice(m)]
+    if m.is_shared:
+        lines.append(
+            f"  rollout and training share these {m.unit}s: each side's seconds were measured beside the other's load. "
+            "They say which side is slower. Predictions for more overlap promise too much, and for less are too slow"
+        )
+    return "\n".join(lines)
 
 
 def _measurements(m: Measured) -> Iterator[str]:
@@ -301,21 +276,6 @@ def _advice(m: Measured) -> Iterator[str]:
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
         f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
-    )
-
-
-def _caveats(m: Measured) -> Iterator[str]:
-    if not m.is_shared:
-        return
-    yield (
-        f"  rollout and training share these {m.unit}s: each side's seconds were measured "
-        + (
-            "while the other stood still"
-            if m.async_ratio == 0
-            else "while the other took part of them"
-        )
-        + ". They say which side is slower; overlapping gains only what one side leaves idle, so the predictions "
-        + ("for α > 0 promise too much" if m.async_ratio == 0 else "for less overlap are too slow")
     )
 
 

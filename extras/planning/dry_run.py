@@ -21,14 +21,7 @@ from asyncrl.cluster.cluster import Cluster, check_shares
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
-from asyncrl.job.disk import (
-    check_room,
-    checkpoint_bytes,
-    format_bytes,
-    free_bytes,
-    max_bytes_on_disk,
-    num_checkpoints,
-)
+from asyncrl.job.disk import check_room, checkpoint_bytes, format_bytes, free_bytes
 from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task
 from asyncrl.runlog.run_directory import check_is_free
 from asyncrl.trainer.dtype import choose_dtype
@@ -48,7 +41,8 @@ from extras.planning import planner
 from extras.planning.fit import first_that_fits, plan_memory
 from extras.planning.memory import Sharing, ways_to_fit
 from extras.planning.plan import DISK_BYTES_PER_S, SHUTDOWN_S, options_of, save_s, torchrun
-from extras.planning.planner import Job, Lengths, Plan, Pool
+from extras.planning.plan_inputs import read_lengths
+from extras.planning.planner import Job, Plan, Pool
 from extras.planning.shape import ModelShape, described_folder, read_shape
 
 BETWEEN_MACHINES, WORTH_A_CHANGE = 25.0, 1.1
@@ -171,8 +165,7 @@ def _place_here(config: Config) -> list[str]:
 
 def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, list[str], list[str]]:
     """Return the options that fit the GPUs of a pool, lines on the placement, and lines on the predicted step."""
-    lengths = Lengths.lognormal(given.max_prompt_tokens, given.max_response_tokens / 4, 0.8, given)
-    job = Job(given, shape, lengths)
+    job = Job(given, shape, read_lengths(None, given, None))
     cluster = planner.Cluster((pool,), BETWEEN_MACHINES, BETWEEN_MACHINES)
     best = planner.plan(job, cluster)[0]
     per_machine = int(
@@ -200,9 +193,7 @@ def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, li
         predicted += _describe_step(now, best, pool, job)
     words = [*torchrun(pool.count, per_machine, save_s(config, shape.num_parameters))]
     start = shlex.join([*words, *options_of(given)])
-    lacks_weights = os.path.isdir(given.model) and not _has_weights(given.model)
-    other_model = f", and with weights, which {given.model} has not" * lacks_weights
-    return config, placed, [*predicted, f"to start it, without --dry-run{other_model}: {start}"]
+    return config, placed, [*predicted, f"to start it, without --dry-run: {start}"]
 
 
 def _fit(
@@ -226,16 +217,13 @@ def _describe_disk(
     Raises ValueError, in one line, if the disk of this machine lacks room for a run without --gpus.
     """
     sizes = checkpoint_bytes(config, num_parameters, device)
-    if gpus is None and config.save_every is not None:
-        yield check_room(config, sizes, 0)
-    else:
-        num_saved, free = num_checkpoints(config), free_bytes(config.runs_dir)
-        most = max_bytes_on_disk(config, num_saved, sizes)
-        yield (
-            f"disk: checkpoints of {format_bytes(sum(sizes))}, {num_saved} in all; at most {format_bytes(most)} at a "
-            f"time; {format_bytes(free)} are free in {config.runs_dir} on this machine"
-            f"{', too little here' * (most > free)}"
-        )
+    try:
+        room = check_room(config, sizes, 0)
+    except ValueError as error:
+        if gpus is None and config.save_every is not None:
+            raise
+        room = f"warning: {error}"
+    yield f"disk of this machine: {room}"
     seconds = save_s(config, num_parameters)
     if 2 * seconds > SHUTDOWN_S:
         yield (

@@ -43,8 +43,7 @@ def plan_memory(
     if config.weight_sync == "shm" and placement.workers:
         placement = replace(placement, transport="shm")
     texts, sharing = [], replace(sharing, stages=placement.transport in ("ipc", "nccl"))
-    ranks_here = len(placement.trainer_gpus)
-    host_text = check_host(config, shape, sharing, ranks_here, placement.transport)
+    host_text = check_host(config, shape, sharing, placement)
     if placement.workers:
         check_tp(shape, config.rollout_tp)
         worker = placement.workers[0]

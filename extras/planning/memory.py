@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.cluster.gpus import Gpu
-from asyncrl.cluster.placement import SHARE_ALONE
+from asyncrl.cluster.placement import SHARE_ALONE, Placement
 from asyncrl.config import Config
 from asyncrl.engine.vllm_setup import ENGINE_STEP_TOKENS
 from extras.planning.shape import ModelShape
@@ -36,7 +36,11 @@ PULLED_COPIES = 5
 CHUNK_ROWS, KEPT_LOGITS = 1024, 2**28
 """Those of asyncrl/trainer/logprobs.py, which imports torch."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-USED_BYTES_WORTH_MENTION = GIB
+WAYS_OUT = (
+    "try --save-memory head activations optimizer, a lower --max-tokens-per-microbatch, a lower "
+    "--max-running-requests, --weight-sync shm, which stages in host memory, --colocate sleep at α = 0, a GPU that no "
+    "other process uses, or a smaller model"
+)
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,13 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
     )
 
 
-def resident_items(
-    config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
-) -> list[Item]:
+def resident_items(config: Config, shape: ModelShape, sharing: Sharing) -> list[Item]:
     """Return the memory of one trainer rank between two steps.
 
-    The model is sharded over `num_shards` ranks, all of them or those of one replica. `stages_weights`: it keeps ipc's
-    or nccl's buffers. The optimizer is counted as AdamW for every --optimizer.
+    The optimizer is counted as AdamW for every --optimizer.
     """
     million, trained = f"{shape.num_parameters / 1e6:.0f} M", trained_parameters(config, shape)
+    num_shards = sharing.num_shards
     share = f"{million} parameters / {num_shards} ranks"
     gathered = Item("gathering weights", 2 * shape.largest_parameter, "2 B × the largest parameter")
     items = [Item("CUDA context", CONTEXT_BYTES, "usual"), gathered]
@@ -112,35 +114,32 @@ def resident_items(
         if config.lora_rank or config.kl_coef > 0:
             what = "frozen weights" if config.lora_rank else "reference model"
             items.append(Item(what, 2 * shape.num_parameters / num_shards, f"{share} × 2 B"))
-    if stages_weights:
+    if sharing.stages:
         items.append(
             Item("staging buffer", 2 * shape.num_parameters, f"{million} parameters × 2 B")
         )
     return items
 
 
-def alone_items(
-    config: Config, shape: ModelShape, num_shards: int, stages_weights: bool
-) -> list[Item]:
+def alone_items(config: Config, shape: ModelShape, sharing: Sharing) -> list[Item]:
     """Return the memory of one trainer rank between two steps on a GPU that it does not share."""
     links = [Item("NCCL's groups to engines", LINKS_BYTES, "assumed until measured")]
-    resident = resident_items(config, shape, num_shards, stages_weights)
-    return [*resident, *links * stages_weights]
+    return [*resident_items(config, shape, sharing), *links * sharing.stages]
 
 
-def step_items(config: Config, shape: ModelShape, num_ranks: int, num_shards: int) -> list[Item]:
+def step_items(config: Config, shape: ModelShape, sharing: Sharing) -> list[Item]:
     """Return the additional memory of one trainer rank at the peak of a step, in the backward pass.
 
     Fused AdamW has no temporaries. An offloaded one runs in host memory, where the gradients then are, too. With
     `layers` other layers' gathered weights are freed before. extras/planning/tests/test_memory_of_a_step.py counts all
     this.
     """
-    backward = _pass_items(config, shape, num_ranks)
+    backward = _pass_items(config, shape, sharing.num_ranks)
     if "optimizer" in config.save_memory:
         return backward
     sharded = trained_parameters(config, shape) - whole_gradients(config, shape)
-    how = f"{sharded / 1e6:.0f} M weights / {num_shards} ranks × 4 B"
-    return [Item("gradients", 4 * sharded / num_shards, how), *backward]
+    how = f"{sharded / 1e6:.0f} M weights / {sharing.num_shards} ranks × 4 B"
+    return [Item("gradients", 4 * sharded / sharing.num_shards, how), *backward]
 
 
 def whole_gradients(config: Config, shape: ModelShape) -> int:
@@ -258,14 +257,15 @@ def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
 
 
 def host_items(
-    config: Config, shape: ModelShape, num_shards: int, ranks_here: int, transport: str
+    config: Config, shape: ModelShape, sharing: Sharing, placement: Placement
 ) -> list[Item]:
-    """Return the host memory of a run's tensors on the first machine, on which `ranks_here` ranks train."""
+    """Return the host memory of a run's tensors on the first machine, which has a placement."""
     trained, weights = trained_parameters(config, shape), 2 * shape.num_parameters
-    held, buffers = config.publish_delay, 2 * (transport == "shm")
+    held, buffers = config.publish_delay, 2 * (placement.transport == "shm")
     offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
     pulled = PULLED_COPIES * (config.listen is not None)
-    local_parameters = trained * ranks_here / num_shards
+    local_share = len(placement.trainer_gpus) / sharing.num_shards
+    local_parameters = trained * local_share
     saves_all = config.save == "all"
     items = [
         Item(
@@ -286,7 +286,7 @@ def host_items(
         Item("offloaded weights", 16 * local_parameters * offloads, "16 B, the same"),
         Item(
             "offloaded frozen weights",
-            weights * ranks_here / num_shards * (offloads and has_frozen > 0),
+            weights * local_share * (offloads and has_frozen > 0),
             "2 B × parameters of this machine",
         ),
         Item(
@@ -303,11 +303,9 @@ def host_items(
     return [item for item in items if item.num_bytes]
 
 
-def check_host(
-    config: Config, shape: ModelShape, sharing: Sharing, ranks_here: int, transport: str
-) -> str:
+def check_host(config: Config, shape: ModelShape, sharing: Sharing, placement: Placement) -> str:
     """Return the arithmetic of a machine's host memory. Raises ValueError, with it, if the machine has too little."""
-    items = host_items(config, shape, sharing.num_shards, ranks_here, transport)
+    items = host_items(config, shape, sharing, placement)
     line = f"host memory of a machine: {listed(items)}"
     if total(items) > sharing.host_bytes:
         raise ValueError(
@@ -365,8 +363,8 @@ def plan_shared(
     gpu_memory_utilization vLLM decides on the KV cache. Otherwise raises ValueError, with the arithmetic, if the parts
     do not fit.
     """
-    resident = resident_items(config, shape, sharing.num_shards, sharing.stages)
-    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
+    resident = resident_items(config, shape, sharing)
+    step = step_items(config, shape, sharing)
     engine, sleeps = engine_items(config, shape, 1), config.colocate == "sleep"
     room = available_bytes(gpu) - total(resident) - (0 if sleeps else total(step))
     least = -(-config.max_running_requests // 4) if sharing.is_strict else 1
@@ -391,9 +389,10 @@ def plan_shared(
             )
         return config.gpu_memory_utilization, None, "\n".join(lines)
     if short > 0:
-        raise ValueError(_refusal(config, gpu, lines, short))
-    given = total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)
-    return _rounded(given / gpu.total_bytes), int(kv.num_bytes), "\n".join(lines)
+        raise ValueError(_refusal(lines, short))
+    share = (total([*engine, kv]) + min(-short, SPARE * gpu.total_bytes)) / gpu.total_bytes
+    # three digits, so that the printed share is the one that is used
+    return min(1.0, math.ceil(1000 * share) / 1000), int(kv.num_bytes), "\n".join(lines)
 
 
 def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
@@ -410,8 +409,8 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
     Raises ValueError if the trainer's state does not fit, or if a step needs more than ERROR beyond the GPU. A smaller
     excess is only a warning, because activations are an estimate, unless the sharing is strict.
     """
-    resident = alone_items(config, shape, sharing.num_shards, sharing.stages)
-    step = step_items(config, shape, sharing.num_ranks, sharing.num_shards)
+    resident = alone_items(config, shape, sharing)
+    step = step_items(config, shape, sharing)
     lines = [
         _gpu_line(gpu),
         f"  trainer rank 0, always: {listed(resident)}",
@@ -420,9 +419,9 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
     needed, error = total([*resident, *step]), 0.0 if sharing.is_strict else ERROR
     lines.append(f"  together: {needed / GIB:.2f} of {available_bytes(gpu) / GIB:.2f} GiB")
     if (short := max(total(resident), needed / (1 + error)) - available_bytes(gpu)) > 0:
-        raise ValueError(_refusal(config, gpu, lines, short))
+        raise ValueError(_refusal(lines, short))
     if needed > available_bytes(gpu):
-        lines.append(f"  warning: a step may not fit; {_ways_out(config)}")
+        lines.append(f"  warning: a step may not fit; {WAYS_OUT}")
     return "\n".join(lines)
 
 
@@ -447,7 +446,7 @@ def plan_alone(config: Config, shape: ModelShape, gpu: Gpu) -> tuple[int | None,
         f"  engine, {share:.0%}: {listed(engine)}; KV cache {max(kv, 0) / GIB:.2f} GiB, {kv_one / GIB:.2f} {number}",
     ]
     if kv < kv_one:
-        raise ValueError(_refusal(config, gpu, lines, kv_one - kv))
+        raise ValueError(_refusal(lines, kv_one - kv))
     return None if config.gpu_memory_utilization else int(kv), "\n".join(lines)
 
 
@@ -472,11 +471,6 @@ def available_bytes(gpu: Gpu) -> int:
     return round(gpu.total_bytes * (1 - MARGIN)) - gpu.used_bytes
 
 
-def _rounded(share: float) -> float:
-    """Return the share, rounded up to three digits, so that the printed share is the one that is used."""
-    return min(1.0, -(-round(share * 1e6) // 1000) / 1000)
-
-
 def _gpu_line(gpu: Gpu) -> str:
     return (
         f"memory of {gpu.name}: {gpu.total_bytes / GIB:.1f} GiB, {gpu.used_bytes / GIB:.1f} used by others, "
@@ -489,27 +483,6 @@ def listed(items: list[Item]) -> str:
     return f"{total(items) / GIB:.2f} GiB = " + " + ".join(map(str, items))
 
 
-def _refusal(config: Config, gpu: Gpu, lines: list[str], short: float) -> str:
-    full = ""
-    if gpu.used_bytes > USED_BYTES_WORTH_MENTION:
-        full = (
-            f"{gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are used by other processes: end them or "
-            "choose another GPU by CUDA_VISIBLE_DEVICES; or "
-        )
+def _refusal(lines: list[str], short: float) -> str:
     arithmetic = "; ".join(line.strip() for line in lines)
-    return f"the model does not fit, {short / GIB:.1f} GiB are missing: {full}{_ways_out(config)}. {arithmetic}"
-
-
-def _ways_out(config: Config) -> str:
-    is_saving = {"layers", "head", "activations", "optimizer"} <= set(config.save_memory)
-    ways = [] if is_saving else ["--save-memory head activations optimizer"]
-    ways += [
-        "a lower --max-tokens-per-microbatch",
-        "a lower --max-running-requests",
-        "a smaller model",
-    ]
-    if config.colocate == "share" and config.async_ratio == 0:
-        ways.insert(0, "--colocate sleep where a GPU is shared")
-    if config.weight_sync != "shm":
-        ways.append("--weight-sync shm, which stages in host memory")
-    return "try " + ", ".join(ways)
+    return f"the model does not fit, {short / GIB:.1f} GiB are missing: {WAYS_OUT}. {arithmetic}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from asyncrl.config import OPTIONS, Config, switch
 from asyncrl.job.disk import checkpoint_bytes
-from extras.planning.planner import Plan, Pool
+from extras.planning.planner import Plan
 
 RENDEZVOUS, LISTEN, JOIN = "HOST0:29500", "0.0.0.0:29600", "HOST0:29600"
 """Addresses. HOST0 is to be replaced by the name of the first machine that trains."""
@@ -18,14 +18,6 @@ SHUTDOWN_S, SHUTDOWN_STEP_S = 30, 600
 """Seconds that torchrun gives ranks to end by default, and the unit of a longer limit."""
 RUN_NAME = "plan"
 WIDTH = 60
-
-
-def kinds(parts: list[tuple[Pool, int]]) -> dict[str, int]:
-    """Return the number of GPUs by kind."""
-    counts: Counter[str] = Counter()
-    for pool, num_gpus in parts:
-        counts[pool.gpu] += num_gpus
-    return counts
 
 
 def planned_config(plan: Plan) -> Config:
@@ -115,8 +107,11 @@ def numbers(plan: Plan, planning_s: float) -> dict:
     split = plan.split
     tokens_per_s, per_s = split.job.tokens / plan.step_s, plan.cost_per_hour / 3600
     transports = sorted({"nccl" if site.trains else "pull" for site, _, _ in plan.engines})
+    rollout: Counter[str] = Counter()
+    for pool, num_gpus in plan.sampling_gpus:
+        rollout[pool.gpu] += num_gpus
     return {
-        "train": kinds([(split.training.pool, split.training.ranks)]), "rollout": kinds(plan.sampling_gpus),
+        "train": {split.training.pool.gpu: split.training.ranks}, "rollout": rollout,
         "step_s": plan.step_s, "most_step_s": plan.most_step_s, "generation_s": plan.generation_s,
         "training_s": split.training_s, "update_s": plan.update_s, "tokens_per_s": tokens_per_s,
         "transport": "ipc" if split.colocate else " and ".join(transports),

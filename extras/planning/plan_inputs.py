@@ -65,20 +65,17 @@ def _checked(kind: type, where: str, values: dict):
 
 def lengths_of(run, config: Config, prompt_tokens: float | None) -> Lengths:
     """Return the lengths of a run's responses, and of its prompts unless they are given."""
-    responses, options = run.events["trajectory"], run.info["config"]
+    responses, metrics, options = run.events["trajectory"], run.metrics, run.info["config"]
     if "tokens" not in responses or not (tokens := responses["tokens"]).gt(0).any():
         raise ValueError(
             f"{run.path}/events.jsonl has no response; give a run that has trained, or --lengths"
         )
-    saved_share = run.metrics.get("tokens/saved_share")
-    if saved_share is None and options.get("share_prefix") in (None, False, "off"):
-        saved_share = 0
-    if prompt_tokens is None and "tokens/forward" in run.metrics and saved_share is not None:
+    if prompt_tokens is None:
+        all_tokens = metrics["tokens/forward"] / (1 - metrics.get("tokens/saved_share", 0))
         prompts = options["groups_per_step"] * options["group_size"]
-        all_tokens = run.metrics["tokens/forward"] / (1 - saved_share)
-        prompt_tokens = (all_tokens - run.metrics["tokens/trained"]).mean() / prompts
+        prompt_tokens = (all_tokens - metrics["tokens/trained"]).mean() / prompts
     clipped = tokens[tokens > 0].astype(float).clip(upper=config.max_response_tokens)
-    prompt = min(prompt_tokens or math.inf, config.max_prompt_tokens)
+    prompt = min(prompt_tokens, config.max_prompt_tokens)
     return Lengths.of(prompt, clipped, config.groups_per_step * config.group_size)
 
 
@@ -132,4 +129,10 @@ def read_lengths(law: str | None, config: Config, prompt_tokens: float | None) -
         raise ValueError(
             f"--lengths takes lognormal:MEDIAN,SIGMA, as lognormal:2000,0.8, got {law}"
         )
-    return Lengths.lognormal(prompt_tokens or config.max_prompt_tokens, median, sigma, config)
+    return Lengths.lognormal(
+        prompt_tokens or config.max_prompt_tokens,
+        median,
+        sigma,
+        limit=config.max_response_tokens,
+        num=config.groups_per_step * config.group_size,
+    )

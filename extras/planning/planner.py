@@ -67,7 +67,7 @@ An engine on an H200 loaded the 310 of Qwen3-0.6B in 0.097 s by CUDA IPC: median
 """
 TPS = (1, 2, 4, 8)
 """Numbers of GPUs that an engine can have."""
-SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 2000
+SHEETS, QUANTILES = Path(__file__).with_name("gpu_sheets.toml"), 20_000
 MOST_COMBINATIONS, BESIDE = 4096, 2
 """Combinations of the sites' engines that are tried at a time; and choices on each side of the best."""
 NUM_PLANS = 4
@@ -147,18 +147,19 @@ class Lengths:
         longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
         return cls(
             prompt,
-            float(r.mean()),
-            float(((prompt + r) ** 2).mean()),
-            float(context),
-            float(longest),
+            r.mean(),
+            ((prompt + r) ** 2).mean(),
+            context,
+            longest,
         )
 
     @classmethod
-    def lognormal(cls, prompt: float, median: float, sigma: float, config: Config) -> "Lengths":
-        """Return the lengths of responses that follow this law, cut at the longest allowed."""
+    def lognormal(
+        cls, prompt: float, median: float, sigma: float, *, limit: int, num: int
+    ) -> "Lengths":
+        """Return the lengths of `num` responses in a step that follow this law, cut at a limit."""
         normals = np.array([NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
-        responses = np.clip(median * np.exp(sigma * normals), 1, config.max_response_tokens)
-        return cls.of(prompt, responses, config.groups_per_step * config.group_size)
+        return cls.of(prompt, np.clip(median * np.exp(sigma * normals), 1, limit), num)
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,8 @@ class Training:
 
     def items(self, job: Job) -> list[memory.Item]:
         """Return the memory of a rank in a step."""
-        config = self.config(job)
-        resident = memory.alone_items(config, job.shape, self.shards, self.stages)
-        return [*resident, *memory.step_items(config, job.shape, self.ranks, self.shards)]
+        needs = self.config(job), job.shape, memory.Sharing(self.ranks, self.shards, self.stages)
+        return [*memory.alone_items(*needs), *memory.step_items(*needs)]
 
 
 def read_sheets() -> dict[str, dict]:
@@ -444,7 +444,7 @@ class Site:
     trains: bool
     """True beside the trainer. All its machines then have equally many engines."""
     update_s: float
-    """Seconds of a weight update there (u)."""
+    """Seconds in which new weights reach the site."""
     engines: tuple[Engine, ...]
     """The engine of each tp, with as many requests as it has room for."""
 
@@ -484,11 +484,6 @@ class Split:
         """The async_ratio that has an effect."""
         return 0.0 if self.colocate else self.job.config.async_ratio
 
-    @property
-    def training_price(self) -> float:
-        """Price per hour of the GPUs that train."""
-        return self.training.pool.price_per_hour * self.training.ranks
-
     def step_s(self, rate, update_s, tail_s):
         """Return about the seconds of a step with these engines' tokens/s, and seconds of update and tail."""
         generation_s = self.job.tokens / rate + update_s
@@ -515,12 +510,13 @@ class Plan:
     @property
     def update_s(self) -> float:
         """Seconds of a weight update, of the slowest site (u)."""
-        return max(site.update_s for site, _, _ in self.engines)
+        return max(load_s(self.split.job), *(site.update_s for site, _, _ in self.engines))
 
     @property
     def tail_s(self) -> float:
         """Seconds by which a step's longest response outlasts a mean one."""
-        return min(tail_s(self.split.job, engine) for _, engine, _ in self.engines)
+        job = self.split.job
+        return float(min(tail_s(job, engine.pool, engine.tp) for _, engine, _ in self.engines))
 
     @property
     def step_s(self) -> float:
@@ -544,18 +540,14 @@ class Plan:
     @property
     def cost_per_hour(self) -> float:
         """Price of the GPUs in use. Idle GPUs cost nothing."""
-        sampling = sum(pool.price_per_hour * gpus for pool, gpus in self.sampling_gpus)
-        return self.split.training_price + sampling
-
-    def value(self, limit_s: float | None) -> float:
-        """Return the number to minimise: seconds of a step, or with a limit on them the price per hour."""
-        return self.cost_per_hour if limit_s else self.step_s
+        used = [(self.split.training.pool, self.split.training.ranks), *self.sampling_gpus]
+        return sum(pool.price_per_hour * gpus for pool, gpus in used)
 
 
-def tail_s(job: Job, engine: Engine) -> float:
+def tail_s(job: Job, pool: Pool, tp: int) -> float:
     """Return the seconds for which a step's longest response decodes on, alone, after a mean one has ended."""
-    alone = make_engine(job, engine.pool, engine.tp, 1)
-    return float((job.lengths.longest - job.lengths.response) * alone.decode_s)
+    alone = make_engine(job, pool, tp, 1)
+    return (job.lengths.longest - job.lengths.response) * alone.decode_s
 
 
 def fill(requests: int, rooms: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -582,16 +574,14 @@ def evaluate(split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     choices = np.stack([site.choices[i] for site, i in zip(split.sites, rows.T, strict=True)], 1)
     tps, counts, rooms = np.moveaxis(choices, 2, 0)
     levels = fill(job.requests, rooms, counts)
-    rate, price, update_s, tail = np.zeros((4, len(rows)))
-    tail += np.inf
-    for place, site in enumerate(split.sites):
-        for engine in site.engines:
-            has = (counts[:, place] > 0) & (tps[:, place] == engine.tp)
-            count = counts[has, place]
-            rate[has] += count * make_engine(job, site.pool, engine.tp, levels[has, place]).rate
-            price[has] += count * engine.tp * (site.pool.price_per_hour + 1e-3)
-            update_s[has] = np.maximum(update_s[has], site.update_s)
-            tail[has] = np.minimum(tail[has], tail_s(job, engine))
+    rate, price = np.zeros((2, len(rows)))
+    update_s = np.full(len(rows), load_s(job))
+    tail = np.full(len(rows), np.inf)
+    for site, tp, count, level in zip(split.sites, tps.T, counts.T, levels.T, strict=True):
+        rate += count * make_engine(job, site.pool, tp, level).rate
+        price += count * tp * (site.pool.price_per_hour + 1e-3)
+        update_s = np.maximum(update_s, np.where(count, site.update_s, 0))
+        tail = np.minimum(tail, np.where(count, tail_s(job, site.pool, tp), np.inf))
     is_possible = (rate > 0) & (counts.sum(1) <= job.requests)
     step_s = split.step_s(np.where(is_possible, rate, 1.0), update_s, tail)
     return np.where(is_possible, step_s, np.inf), price
@@ -657,7 +647,7 @@ def splits(job: Job, cluster: Cluster) -> Iterator[Split]:
 
     def site(pool: Pool, machines: int, gpus: int, trains: bool, update_s: float) -> Site:
         fitting = tuple(engine for engine in engines[pool] if engine.tp <= gpus)
-        return Site(pool, machines, gpus, trains, max(update_s, load_s(job)), fitting)
+        return Site(pool, machines, gpus, trains, update_s, fitting)
 
     for pool in cluster.pools:
         yield from shared_splits(job, pool)
@@ -693,7 +683,7 @@ def _can_share(config: Config, machines: int) -> bool:
 
 def shared_splits(job: Job, pool: Pool) -> Iterator[Split]:
     """Yield splits with trainer and engine on one GPU, all other GPUs idle. At α = 0 the engine sleeps in a step."""
-    update_s = max(4 * job.shape.num_parameters / pool.hbm_bytes_per_s, load_s(job))
+    update_s = 4 * job.shape.num_parameters / pool.hbm_bytes_per_s
     colocate = "sleep" if job.config.async_ratio == 0 else "share"
     for savings in job.ways_to_fit:
         t = Training(pool, 1, 1, 1, *savings, True)
@@ -724,7 +714,8 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None) -> list[
         fastest = job.tokens / plan(job, cluster)[0].step_s
         raise ValueError(f"no plan has {tokens_per_s:g} tokens/s; the fastest has {fastest:g}")
     best: dict[tuple, Plan] = {}
-    for solved in sorted(plans, key=lambda plan: (plan.value(limit_s), plan.cost_per_hour)):
+    plans.sort(key=lambda plan: (0 if limit_s else plan.step_s, plan.cost_per_hour))
+    for solved in plans:
         best.setdefault(solved.split.trainer, solved)
     return [*best.values()][:NUM_PLANS]
 
@@ -747,9 +738,8 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
         room = worker.gpu_memory_utilization * pool.device.total_bytes
         colocate = config.colocate
     engine = largest_engine(job, pool, config.rollout_tp, room)
-    update_s = max(copy_s, load_s(job))
     gpus = len(placement.workers) * config.rollout_tp
-    site = Site(pool, pool.count, gpus, True, update_s, (engine,))
+    site = Site(pool, pool.count, gpus, True, copy_s, (engine,))
     split = Split(job, training, training_s(job, cluster, training), (site,), colocate)
     return make_plan(split, [len(placement.workers)])
 

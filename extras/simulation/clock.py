@@ -22,10 +22,6 @@ class Clock:
         """Run `action` after this delay. With 0 it runs after all actions that are already due."""
         self.at(self.now + delay_s, action)
 
-    def monotonic(self) -> float:
-        """Return the simulated time, seconds, as `time.monotonic` returns the real one."""
-        return self.now
-
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run actions until `is_done()`. Raises RuntimeError if no action is left."""
         while not is_done():

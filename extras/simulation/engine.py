@@ -4,10 +4,12 @@ Requests that run at the same time decode at the same rate (continuous batching)
 all requests: the tokens that each has decoded since the engine started. A prefill stops decoding for its time.
 """
 
-import bisect
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from extras.planning.planner import Job, Pool, largest_engine, make_engine, prefill_s
 from extras.simulation.clock import Alarm, Clock
@@ -26,15 +28,11 @@ class EngineCurve:
     max_running_requests: int
     """Most requests that run at the same time. Further requests wait in the engine."""
 
+    @functools.cache  # noqa: B019  curves live for the whole process
     def rate(self, num_requests: float) -> float:
-        """Return tokens/s per request. Its inverse is linear from the first point on, and constant before it."""
-        points = self.decode
-        if num_requests <= points[0][0]:
-            return points[0][1]
-        right = min(bisect.bisect_left(points, (num_requests,)), len(points) - 1)
-        (n0, rate0), (n1, rate1) = points[right - 1], points[right]
-        seconds = 1 / rate0 + (1 / rate1 - 1 / rate0) * (num_requests - n0) / (n1 - n0)
-        return 1 / seconds
+        """Return tokens/s per request. Its inverse is linear between points, and constant beyond them."""
+        requests, rates = zip(*self.decode, strict=True)
+        return float(1 / np.interp(num_requests, requests, 1 / np.array(rates)))
 
     def scaled(self, speed: float = 1.0, replicas: int = 1) -> "EngineCurve":
         """Return the curve of an engine of this relative speed, or of several engines that share their load evenly."""

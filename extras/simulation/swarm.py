@@ -126,7 +126,7 @@ class SimulatedSwarm:
         self.simulation, self.clock = simulation, simulation.clock
         self.swarm = cluster.swarm
         self.joins_per_s = cluster.num_workers / cluster.swarm.stay_s
-        simulation.controller.dispatcher.now = self.clock.monotonic
+        simulation.controller.dispatcher.now = lambda: self.clock.now
         self._random = random.Random(f"swarm {simulation.case.seed}")
         self.uplink = Uplink(self.clock, self.swarm.uplink_bytes_per_s)
         self.fetches_s: list[float] = []

@@ -45,10 +45,7 @@ class LengthLaw:
     @property
     def means(self) -> Lengths:
         """Mean lengths of single responses."""
-        normal, count = NormalDist(), 20_000
-        normals = (normal.inv_cdf((i + 0.5) / count) for i in range(count))
-        lengths = (min(self.median * math.exp(self.sigma * z), self.longest) for z in normals)
-        return Lengths.of(PROMPT_TOKENS, lengths, num=1)
+        return Lengths.lognormal(PROMPT_TOKENS, self.median, self.sigma, limit=self.longest, num=1)
 
 
 def draws_of(problem: int, ticket: Ticket) -> random.Random:

@@ -24,7 +24,7 @@ from asyncrl.trainer.families import read_config
 from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from extras.agents.episode import AgentEpisode, Agents
 from extras.agents.replies import Replies
-from extras.agents.runners import Coroutines, Programs, last_line_as_reward
+from extras.agents.runners import Coroutines, Programs
 from extras.agents.template import Template
 from extras.agents.worker import PLUGIN
 
@@ -56,7 +56,6 @@ class Room:
         *,
         choose=None,
         template=KEEP,
-        read_reward=lambda reward: reward,
         rewards=None,
         **options,
     ):
@@ -73,13 +72,18 @@ class Room:
             self.endpoint,
             Template(self.tokenizer, [eos]),
             Replies(self.config, self.tokenizer),
-            read_reward,
             rewards,
         )
 
     def run(self, agent, num=1, answer="{}"):
         """The trajectories of an agent, which agree with what the engine sampled."""
         return asyncio.run(asyncio.wait_for(self._run(agent, num, answer), 100))
+
+    def succeed(self, function):
+        """The trajectory of an agent that is a function of a test, and gives a reward of 1."""
+        (trajectory,) = self.run(Inline(function))
+        assert trajectory.reward == 1.0, trajectory.failure
+        return trajectory
 
     async def _run(self, agent, num, answer):
         await self.proxy.load_weights(3, [{"version": 3}])
@@ -164,8 +168,7 @@ def test_an_agent_gets_the_special_tokens_that_the_policy_wrote_but_for_the_one_
 
     sampled = make_tokenizer().convert_tokens_to_ids(["a", "<tool>", "b", "<eos>"])
     room = Room(choose=lambda prompt, num_sampled: sampled[num_sampled])
-    (trajectory,) = room.run(Inline(agent))
-    assert trajectory.reward == 1.0, trajectory.failure
+    trajectory = room.succeed(agent)
     assert room.tokenizer.decode(trajectory.tokens).count("a<tool>b<eos>") == 2
 
 
@@ -210,8 +213,7 @@ def test_thoughts_and_a_tool_call_are_read_by_the_parsers_and_continue_as_they_w
 
     parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
     room = Room(say, template=WITH_TOOLS, **parsers)
-    (trajectory,) = room.run(Inline(agent))
-    assert trajectory.reward == 1.0, trajectory.failure
+    trajectory = room.succeed(agent)
     assert len(trajectory.segment_lengths) == 1
     assert CALL in room.tokenizer.decode(trajectory.tokens)
 
@@ -226,8 +228,7 @@ def test_a_tool_call_that_cannot_be_read_leaves_the_reply_as_text(capsys):
         return float(message.content == text and not message.tool_calls)
 
     room = Room(lambda prompt: text, template=WITH_TOOLS, tool_parser="internlm")
-    (trajectory,) = room.run(Inline(agent))
-    assert trajectory.reward == 1.0, trajectory.failure
+    room.succeed(agent)
     assert room.agents.replies.num_unread == 1
     assert "1 replies are left as text" in capsys.readouterr().out
 
@@ -241,8 +242,7 @@ def test_tools_without_a_parser_are_warned_of_once(capsys):
         return float(not answer.choices[0].message.tool_calls)
 
     room = Room(lambda prompt: CALL, template=WITH_TOOLS)
-    (trajectory,) = room.run(Inline(agent))
-    assert trajectory.reward == 1.0, trajectory.failure
+    room.succeed(agent)
     warning = "warning: the agent gives tools, and without --tool-parser"
     assert capsys.readouterr().out.count(warning) == 1
 
@@ -328,8 +328,7 @@ def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
         )
         return float(answer.choices[0].message.content == "er")
 
-    (trajectory,) = Room(shout).run(Inline(agent))
-    assert trajectory.reward == 1.0, trajectory.failure
+    Room(shout).succeed(agent)
 
 
 async def httpx_post(client, path, headers=None, **content):
@@ -458,7 +457,7 @@ def right(response, word):
 
 
 def run_program(command, **options):
-    room = Room(shout, read_reward=last_line_as_reward, **options)
+    room = Room(shout, **options)
     return room.run(Programs(command), answer='{"word": "drawer"}')[0]
 
 

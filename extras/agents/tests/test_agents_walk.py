@@ -174,7 +174,7 @@ class Walk(Room):
         choose = random_tokens(self.rng, letters, tokenizer.eos_token_id)
         limits = {"max_prompt_tokens": CONTEXT - LIMIT, "max_response_tokens": LIMIT}
         limits |= {"env_timeout_s": 1.0, "on_update": on_update}
-        super().__init__(choose=choose, template=template, read_reward=float, **limits)
+        super().__init__(choose=choose, template=template, **limits)
 
     async def walk(self):
         await self.proxy.load_weights(0, [{"version": 0}])

@@ -64,22 +64,25 @@ def test_an_environment_of_verifiers_with_a_tool_gives_its_rows_and_rewards(
     module.write_text(ENVIRONMENT.replace("RETURNED", returned))
     monkeypatch.syspath_prepend(tmp_path)
     task = f"verifiers:{name}"
-    for arguments in (["counts=[1, 2]"], ["counts=[3]", "is_benchmark=true"]):
+    for arguments, split in (
+        (["counts=[1, 2]"], "train"),
+        (["counts=[3]", "is_benchmark=true"], ""),
+    ):
         environment = verifiers_task.load_environment(task, arguments)
-        splits = verifiers_task.splits_of(environment)
-        assert {name: len(rows) for name, rows in splits.items()} == {"train": 3}
+        splits = verifiers_task.splits_of(environment, name)
+        assert {part: len(rows) for part, rows in splits.items()} == {split: 3}
     with pytest.raises(ValueError, match=r"--task-args counts=\[1: counts is no JSON: "):
         verifiers_task.load_environment(task, ["counts=[1"])
-    rows = splits["train"]
+    _, row = splits[""][0]
     sizes = {"max_prompt_tokens": 20_000, "max_response_tokens": 2_000}
     agent = Coroutines(task, verifiers_task.make_agent(task, []))
     for say, reward in ((calculate, 1.5), (call_and_fall_silent, 0.5)):
         room = Room(say, template=WITH_TOOLS, tool_parser="hermes", **sizes)
-        (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+        (trajectory,) = room.run(agent, answer=json.dumps(row))
         assert trajectory.reward == reward, trajectory.failure
         assert trajectory.num_turns == 2 and len(trajectory.segment_lengths) == 1
     call = '<tool_call>{"name": "multiply", "arguments": {"c": 1}}</tool_call>'
     room = Room(lambda prompt: call, template=WITH_TOOLS, tool_parser="hermes", **sizes)
-    (trajectory,) = room.run(agent, answer=json.dumps(rows[0]))
+    (trajectory,) = room.run(agent, answer=json.dumps(row))
     assert trajectory.finish_reason == "failed"
     assert re.match(f"{task}: ToolCallError.*TypeError", trajectory.failure), trajectory.failure

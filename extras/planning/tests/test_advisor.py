@@ -26,7 +26,6 @@ from extras.planning.advice import (
     hosts_that_suffice,
     measure,
     measure_hosts,
-    measure_lag,
 )
 from extras.planning.advisor import Measured, expected_step, predicted_lag
 from scripts.runs import frame
@@ -118,11 +117,11 @@ def test_the_advice_is_this_text(advise, usual, case):
         ),
     ],
 )
-def test_measurements_are_means_without_the_first_quarter_and_without_evaluations(
+def test_measurements_are_means_without_the_first_quarter(
     ranks, threads, engines, transport, devices, tmp_path
 ):
-    """A device is a core, or a GPU whether it is shared or not. A third of the tokens were an evaluation's."""
-    run = write_run(tmp_path, 20, evaluation_tokens=1000)
+    """A device is a core, or a GPU whether it is shared or not."""
+    run = write_run(tmp_path, 20)
     rollout, training = devices
     assert measure(run, config_of(run), Placement(ranks, threads, engines, transport)) == Measured(
         async_ratio=1.0,
@@ -131,7 +130,7 @@ def test_measurements_are_means_without_the_first_quarter_and_without_evaluation
         unit="CPU core" if transport == "shm" else "GPU",
         is_shared=transport != "nccl",
         samples=4,
-        decoding_s=pytest.approx(0.6 * rollout * 2 / 3),
+        decoding_s=pytest.approx(0.6 * rollout),
         training_s=pytest.approx(0.4 * training),
         response_mean_s=pytest.approx((0.1 + 0.55) / 2, abs=0.01),
         response_max_s=pytest.approx(0.55, abs=0.01),
@@ -143,7 +142,7 @@ def test_the_lag_is_predicted_from_the_time_of_a_group_and_the_share_of_the_trai
     """Steps 6 to 20 take 4/3 s, of which the trainer works for 0.4. Seven groups take 1.6 s and eight 1.5."""
     run = write_run(tmp_path, 20, async_ratio=4.0, publish_delay=2)
     group_steps, busy_share = (7 * 1.6 + 8 * 1.5) / 15 / (4 / 3), 0.4 / (4 / 3)
-    assert describe_lag(measure_lag(run, config_of(run))) == (
+    assert describe_lag(run, config_of(run)) == (
         f"  lag: predicted {2 + group_steps + busy_share:.2f} steps by the rates (a group takes {group_steps:.2f} "
         "steps, the trainer is busy for 0.30) … 6.00 with all places taken; realised 1.30"
     )

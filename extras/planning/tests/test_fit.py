@@ -61,7 +61,7 @@ def resident_bytes(config, shape, num_shards):
 
 def step_bytes(config, shape, num_shards):
     """A pass is counted by test_memory_of_a_step.py; gradients are float32, those of embedding and head in the pass."""
-    items = step_items(config, shape, 4, num_shards)
+    items = step_items(config, shape, Sharing(4, num_shards))
     num_bytes = {item.what: item.num_bytes for item in items}
     is_whole = not config.lora_rank and "head" not in config.save_memory
     sharded = trained_parameters(config, shape) - shape.root_parameters * is_whole

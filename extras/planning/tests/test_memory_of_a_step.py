@@ -22,7 +22,7 @@ from asyncrl.trainer.logprobs import TokenLogprobs
 from asyncrl.trainer.model import compile_layers, embedding_apart, recompute_layers
 from asyncrl.trainer.sampling import Sampling
 from asyncrl.trainer.sharding import set_exchange, shard
-from extras.planning.memory import saved_bytes_per_token, step_items, total
+from extras.planning.memory import Sharing, saved_bytes_per_token, step_items, total
 from extras.planning.shape import read_shape
 from scripts.qwen3_shapes import qwen3_config
 
@@ -136,7 +136,7 @@ def test_the_peak_of_a_step_and_what_its_layers_keep_are_those_of_the_plan(
         resident, peak = count_step(model_config, config, fake_ranks)
         assert resident == pytest.approx(12 * shape.num_parameters / NUM_RANKS, rel=0.01)
         peaks.append(peak)
-        planned.append(total(step_items(config, shape, NUM_RANKS, NUM_RANKS)))
+        planned.append(total(step_items(config, shape, Sharing(NUM_RANKS, NUM_RANKS))))
     assert planned == pytest.approx(peaks, rel=error)
     assert planned[-1] - planned[0] == pytest.approx(peaks[-1] - peaks[0], rel=0.005)
 

@@ -158,17 +158,12 @@ def test_mistakes_are_one_line(write, text, options, line):
 
 def test_the_lengths_of_a_run_are_those_of_its_prompts_and_responses(tmp_path):
     run, config = write_run(tmp_path), Config(max_prompt_tokens=500, max_response_tokens=2048)
-    run.info["config"]["share_prefix"] = "off"
     lengths = lengths_of(run, config, None)
     assert (lengths.prompt, lengths.response, lengths.longest) == (100, 50, pytest.approx(50))
     assert lengths_of(run, Config(max_response_tokens=40), 20.0).longest == pytest.approx(40)
     run.metrics["tokens/saved_share"] = 0.25
     run.metrics["tokens/forward"] *= 0.75
     assert lengths_of(run, config, None).prompt == pytest.approx(100)
-    run.metrics.pop("tokens/saved_share")
-    for sharing in (True, "prompt", "tree"):  # prefixes were read once, and no metric says how many
-        run.info["config"]["share_prefix"] = sharing
-        assert lengths_of(run, config, None).prompt == 500
 
 
 def test_a_runs_rates_are_those_of_the_planner_for_the_same_gpu_and_job(tmp_path, write):

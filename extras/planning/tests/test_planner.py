@@ -84,7 +84,8 @@ def outcomes(j, c):
     for p in c.pools:
         for split in planner.shared_splits(j, p):
             (site,) = split.sites
-            busy_s = j.tokens / site.engines[0].rate + site.update_s
+            load_s = 0.31e-3 * j.shape.num_tensors
+            busy_s = j.tokens / site.engines[0].rate + max(site.update_s, load_s)
             yield seconds_of_step(j, busy_s, split.training_s, [(p, 1)], 0.0), p.price_per_hour
         trainers = itertools.product(range(1, p.count + 1), range(1, p.gpus + 1), (False, True))
         for machines, gpus, stages in trainers:
