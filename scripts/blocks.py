@@ -53,12 +53,14 @@ def predictions() -> str:
         measured.setdefault(record["case"], {})[record["gpu"]] = record.get("numbers", {})
     rows = []
     for case, predicted in gpu_bench.TABLES["predictions"].items():
-        for name, (expected, assumed, _) in predicted.items():
+        for name, (number, assumed, _) in predicted.items():
             for gpu, numbers in measured.get(case, {"–": {}}).items():
+                expected = numbers.get(number) if isinstance(number, str) else number
                 cells = ["–", gpu, "–"]
                 if name in numbers:
                     cells = [f"{numbers[name]:.3g}", gpu, f"{numbers[name] / expected:.2f}"]
-                rows.append([case, name, f"{expected:.3g}", *cells, assumed])
+                predicted_cell = "the plan" if expected is None else f"{expected:.3g}"
+                rows.append([case, name, predicted_cell, *cells, assumed])
     return table(
         "part | number | predicted | measured | GPU | ratio | the prediction assumes", rows
     )

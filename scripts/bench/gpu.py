@@ -155,6 +155,8 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     from scripts.bench.trainer_alone import FUNCTIONS, Setup
 
     if kind not in FUNCTIONS:
+        from scripts.bench.fake_ranks import FUNCTIONS
+    if kind not in FUNCTIONS:
         from scripts.bench.gpu_parts import FUNCTIONS  # and with it what only an engine needs
 
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
@@ -199,15 +201,20 @@ def _table_of_gpu(newest_by_case: dict[str, dict]) -> str:
             rows.append((what, form.format(numbers[above][key] / numbers[below][key])))
     for record in measured:
         for key, prediction in TABLES["predictions"].get(record["case"], {}).items():
-            text = beside_prediction(record["numbers"][key], *prediction)
+            text = beside_prediction(record["numbers"], key, *prediction)
             rows.append((f"{record['case']}, {key}", text))
     rows += [(record["case"], record["failed"]) for record in newest if "failed" in record]
     width = max((len(what) for what, _ in rows), default=0)
     return "\n".join(f"{what:{width}}  {value}" for what, value in rows)
 
 
-def beside_prediction(number: float, predicted: float, assumed: str, change: str) -> str:
-    """Return a number beside what was predicted, and what to change if it is far off."""
+def beside_prediction(
+    numbers: dict, key: str, predicted: float | str, assumed: str, change: str
+) -> str:
+    """Return a number beside what was predicted, or the name of that number, and what to change if it is far off."""
+    number = numbers[key]
+    if isinstance(predicted, str):
+        predicted = numbers[predicted]
     ratio = number / predicted
     text = f"{number:.3g}, predicted {predicted:.3g}, {ratio:.2f} ×: {assumed}"
     return text if 1 / FAR_OFF < ratio < FAR_OFF else f"{text}; CHANGE {change}"

@@ -199,7 +199,7 @@ def peak_memory(device: str) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()
     return {
-        "trainer_peak_gib": peak / 2**30, "reserved_over_peak": reserved / peak,
+        "trainer_peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30, "reserved_over_peak": reserved / peak,
         "gpu_used_gib": (total - free) / 2**30,
     }  # fmt: skip
 

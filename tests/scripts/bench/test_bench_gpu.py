@@ -13,8 +13,10 @@ from programs import wait_until
 from real_job import words_of
 
 from asyncrl.job.command_line import read_options
+from extras.planning.memory import CONTEXT_BYTES, GIB, LINKS_BYTES
 from extras.planning.shape import ModelShape
 from scripts.bench import gpu
+from scripts.bench.fake_ranks import plan
 from scripts.bench.trainer_alone import Setup, profile, training_flops
 from scripts.lines import read
 
@@ -67,9 +69,9 @@ def test_a_machine_with_several_gpus_begins_with_nccl_and_each_part_sees_its_gpu
 
 
 def test_every_part_has_a_function_and_selects_tests_that_are_there():
-    from scripts.bench import gpu_parts, trainer_alone
+    from scripts.bench import fake_ranks, gpu_parts, trainer_alone
 
-    functions = trainer_alone.FUNCTIONS | gpu_parts.FUNCTIONS
+    functions = trainer_alone.FUNCTIONS | fake_ranks.FUNCTIONS | gpu_parts.FUNCTIONS
     names = {
         name.split()[0]
         for table in ("parts", "parts_of_several", "tiny_parts")
@@ -189,6 +191,26 @@ def test_records_of_two_gpus_stand_beside_each_other(tmp_path, monkeypatch):
     assert gpu.table(read(path)).splitlines() == [
         "H100, 80 GiB", "tests-job  1 passed", "", "H200, 140 GiB", "tests-job  2 passed"
     ]  # fmt: skip
+
+
+def test_one_rank_of_four_has_the_savings_and_the_memory_that_the_dry_run_plans(tmp_path):
+    """docs/devices.md shows 73.81 GiB: with a context, and NCCL's groups, which are no tensors of this rank."""
+    config, _, planned_bytes = plan(Setup("cuda", "8b", tmp_path), 4)
+    assert config.save_memory == ("layers", "head") and config.max_tokens_per_microbatch == 4096
+    others_gib = (CONTEXT_BYTES + LINKS_BYTES) / GIB
+    assert planned_bytes / GIB + others_gib == pytest.approx(73.81, abs=0.005)
+    with pytest.raises(SystemExit, match="False"):
+        gpu.main(tmp_path / "out", ["rank-of-4"], "cpu", 400)
+    (record,) = read(tmp_path / "out" / "gpu.jsonl")
+    assert record["numbers"]["steps"] == 3 and record["numbers"]["planned_gib"] > 0
+    measured = {"trainer_peak_gib": 90.0, "reserved_over_peak": 1.0, "outside_gib": 1.2}
+    record |= {
+        "case": "rank-of-4 8b",
+        "numbers": record["numbers"] | measured | {"planned_gib": 60.0},
+    }
+    shown = gpu.table([record])
+    assert " 90, predicted 60, 1.50 ×: " in shown
+    assert "CHANGE saved_bytes_per_token" in shown
 
 
 def test_the_stored_records_give_the_rows_of_the_stored_table():
