@@ -7,6 +7,7 @@ another number than the records: tests/test_docs.py makes all blocks again and c
 import inspect
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from algos import LOSSES
@@ -44,6 +45,29 @@ def devices() -> str:
             gpus.setdefault(record["gpu"], {})[record["case"].removesuffix(" -")] = record
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
+
+
+def speed_of_defaults() -> str:
+    """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed.
+
+    Where lengths are forced, responses are counted: the two systems count the tokens of a response differently.
+    """
+    pairs: dict[tuple[str, str], dict[int, dict[bool, dict]]] = {}
+    for record in read(RESULTS / "peers" / "defaults.jsonl"):
+        of_seeds = pairs.setdefault((record["work"], record["hardware"]), {})
+        of_seeds.setdefault(record["seed"], {})[record["arm"].startswith("ours")] = record
+    rows = []
+    for (work, hardware), of_seeds in pairs.items():
+        is_forced = work in ("long", "short")
+        unit, rate = ("responses", "samples_per_s") if is_forced else ("tokens", "tokens_per_s")
+        speeds = [(pair[True][rate], pair[False][rate]) for pair in of_seeds.values()]
+        ratios = sorted(ours / peer for ours, peer in speeds)
+        ours, peer = (f"{statistics.median(column):,.0f}" for column in zip(*speeds, strict=True))
+        mode = next(iter(of_seeds.values()))[False]["arm"].split()[2].removesuffix(",")
+        ratio = f"{statistics.median(ratios):.2f}× [{ratios[0]:.2f}–{ratios[-1]:.2f}]"
+        cpu = hardware.removeprefix("2 CPU cores, ").partition(" with")[0]
+        rows.append([f"`{work}`, {unit}/s", cpu, ours, peer, f"`{mode}`", ratio, len(ratios)])
+    return table("workload | CPU | ours | TRL | TRL's mode | ratio | n", rows)
 
 
 def predictions() -> str:
@@ -134,3 +158,45 @@ def machines(part: str) -> str:
     page = (RESULTS / "swarm" / "table.md").read_text(encoding="utf-8")
     (block,) = (block for block in page.split("\n\n") if block.startswith(f"| {part} |"))
     return lines(re.sub(r" \[[^]]*\]", "", block).splitlines())
+
+
+def certificate() -> str:
+    """Return when the certificate and the probe noticed each fault, and its false alarms in healthy runs."""
+    cases: dict[str, list[dict]] = {}
+    for record in records_of("certificate"):
+        cases.setdefault(record["case"], []).append(record)
+    faults, healthy = [], []
+    for records in cases.values():
+        first = records[0]
+        setting = [first["lag"].replace("alpha", "α ="), first["dtype"]]
+        if first["fault"] == "none":
+            checks = sum(record["checks"] for record in records)
+            false_alarms = sum(record["false_alarms"] for record in records)
+            values = [
+                f"{max(record[f'{name}_max'] for record in records):.2g}"
+                for name in ("worst", "version_before_sigmas", "version_after_sigmas")
+            ]
+            healthy.append([*setting, checks, false_alarms, *values])
+            continue
+        rules = {rule for record in records for rule in record["rules"]}
+        steps = [_steps_until(record, "noticed_step") for record in records]
+        steps_of_probe = [_steps_until(record, "probe_noticed_step") for record in records]
+        row = [f"`{first['fault']}`", *setting, ", ".join(steps), ", ".join(sorted(rules)) or "–"]
+        faults.append([*row, ", ".join(steps_of_probe)])
+    fault_heading = (
+        "fault | lag | dtype | steps until noticed, by seed | first by rule | by the probe"
+    )
+    healthy_heading = (
+        "lag | dtype | checks | false alarms | largest `worst` | "
+        "`version_before_sigmas` | `version_after_sigmas`"
+    )
+    return f"{table(fault_heading, faults)}\n{table(healthy_heading, healthy)}"
+
+
+def _steps_until(record: dict, name: str) -> str:
+    """Return the steps from the first one that trained wrong tokens, or how many passed without notice."""
+    if record["first_wrong_step"] is None:
+        return "no wrong token"
+    if record[name] is None:
+        return f"not in {record['steps'] + 1 - record['first_wrong_step']}"
+    return f"{record[name] - record['first_wrong_step']}".replace("-", "−")
