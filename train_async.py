@@ -26,12 +26,12 @@ def train(config: Config, worker_main: Callable | None = None) -> None:
     Rollout workers run `worker_main(spec, connection)`, by default rollout.run_worker.
     """
     from asyncrl.job.assemble import start_node, start_rank
-    from asyncrl.job.step_log import finish_run
+    from asyncrl.job.step_log import print_time_shares
     from rollout import run_worker
 
     with start_rank(config) as bare_rank, start_node(bare_rank, worker_main or run_worker) as rank:
         train_on(rank)
-    finish_run(rank)
+    print_time_shares(rank)
 
 
 def train_on(rank: "Leader | Follower") -> None:

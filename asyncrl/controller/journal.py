@@ -125,6 +125,10 @@ class Journal:
         probes, self._probes = self._probes, {}
         return probes
 
+    def worker_time(self) -> dict[int, Counter[str]]:
+        """Return the nanoseconds of each worker in each of WORKER_STATES so far."""
+        return {worker: ledger.total for worker, ledger in self._ledgers.items()}
+
     def close(self) -> None:
         """Record each worker's time; all have ended."""
         self.take_time()

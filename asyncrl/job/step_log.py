@@ -15,7 +15,7 @@ from asyncrl.runlog.metrics import (
 )
 from asyncrl.runlog.progress import print_step
 from asyncrl.runlog.samples import choose_samples
-from asyncrl.runlog.time_ledger import seconds
+from asyncrl.runlog.time_ledger import describe, seconds
 from asyncrl.weights.stop_tokens import describe_stop_tokens
 
 STEPS_OF_FAILURES = 10
@@ -168,8 +168,12 @@ class StepLog:
             )
 
 
-def finish_run(rank: Follower | Leader) -> None:
-    """Let plugins act after the last step, and print where the records are, on rank 0."""
+def print_time_shares(rank: Follower | Leader) -> None:
+    """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
+    if rank.cluster.is_leader:
+        print(describe("trainer ", rank.clock.total))
+        for worker, spent in rank.controller.journal.worker_time().items():
+            print(describe(f"worker {worker}", spent))
     if rank.cluster.is_first:
         for plugin in rank.config.plugins:
             plugin.on_end(rank.run.path)

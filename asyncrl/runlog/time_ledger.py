@@ -169,6 +169,15 @@ class Activity:
         return ActivityReport(tuple(changes), self._clock())
 
 
+# Numbers and text
+
+
 def seconds(spent: Counter[str]) -> dict[str, float]:
     """Return nanoseconds as seconds."""
     return {state: ns / 1e9 for state, ns in spent.items()}
+
+
+def describe(name: str, spent: Counter[str]) -> str:
+    """Return one line: the total time, and the share of each state, the largest first."""
+    parts = [f"{state} {ns / spent.total():.1%}" for state, ns in spent.most_common() if ns]
+    return f"{name}  {spent.total() / 1e9:.1f} s: {', '.join(parts)}"
