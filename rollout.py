@@ -18,6 +18,7 @@ from asyncrl import extras
 from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import end_session, freeze_garbage
 from asyncrl.cluster.streams import keep_printing
+from asyncrl.cluster.worker_process import end_safe_path
 from asyncrl.engine.environments import Environments, start_environments
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.in_flight import read_in_flight, settle
@@ -230,6 +231,7 @@ async def start_worker(
     tokenizer = load_tokenizer(spec.model_path)
     start = time.monotonic()
     proxy = await start_proxy(spec, stop_token_ids(spec.model_path, tokenizer))
+    end_safe_path()
     plugins = spec.config.plugins
     worker_class = last_given((plugin.rollout_worker for plugin in plugins), RolloutWorker)
     # after the engine is forked, because environments may start threads

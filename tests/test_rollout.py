@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import queue
 import random
 import time
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import SamplingEngine, random_tokens
 
+from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
@@ -136,16 +138,23 @@ def test_trajectories_are_what_environments_answer_and_wait_for_each_other_but_f
     assert len(openings[0]) == (0 if driver.config.scheduling == "lockstep" else len(tickets))
 
 
+UUIDS = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "ba"]
+
+
 @pytest.mark.parametrize(
     ("visible", "gpu", "num_gpus", "expected"),
     [
         (None, 2, 2, "2,3"),
         ("4,5,6,7", 2, 2, "6,7"),
         ("MIG-a, MIG-b", 1, 1, "MIG-b"),
-        ("GPU-b, GPU-a", 1, 1, "GPU-a"),
+        ("GPU-b,GPU-a", 1, 1, UUIDS[1]),
     ],
 )
-def test_an_engine_sees_its_own_gpus_and_no_other(monkeypatch, visible, gpu, num_gpus, expected):
+def test_an_engine_sees_its_own_gpus_and_no_other_by_uuids_in_full(
+    monkeypatch, visible, gpu, num_gpus, expected
+):
+    gpus = [Gpu("NVIDIA H200", 2, 1, uuid) for uuid in UUIDS]
+    monkeypatch.setattr("asyncrl.engine.vllm_setup.list_gpus", {"GPU-b,GPU-a": gpus}.__getitem__)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -226,7 +235,11 @@ def said_in(pipe):
     return [type(pipe.outbox.get()) for _ in range(pipe.outbox.qsize())]
 
 
-def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready():
+def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before_the_worker_is_ready(
+    monkeypatch,
+):
+    """A PYTHONSAFEPATH of the user's stays."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     placement, model = WorkerPlacement(0, None, None, 1, 0.0), resolve_model("tiny", TASK)
     steps, pipe = [], QueuePipe()
 
@@ -239,4 +252,5 @@ def test_what_may_start_threads_is_started_after_the_engine_is_forked_and_before
     spec = WorkerSpec(Config(), placement, model, "shm", "")
     asyncio.run(start_worker(spec, pipe, start_proxy, start_environments))
     assert steps == ["engine", "environments, then 0 messages"]
+    assert os.environ["PYTHONSAFEPATH"] == "1"
     assert said_in(pipe) == [Ready]

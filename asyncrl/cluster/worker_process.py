@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from asyncrl.cluster.processes import kill_session
 
 LOG_LINES_SHOWN = 15
 JOIN_TIMEOUT_S = 10.0
+SAFE_PATH = "by the run"
+"""PYTHONSAFEPATH of a worker while its engine starts. Any text turns it on."""
 
 
 class WorkerProcess:
@@ -43,7 +45,8 @@ class WorkerProcess:
             target=_run, args=(main, spec, theirs), name=f"rollout worker {spec.placement.worker}"
         )
         self.started_at = time.monotonic()
-        self.process.start()
+        with _safe_path():
+            self.process.start()
         theirs.close()  # the pipe then ends with the worker
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         # first, because it ends the other thread, and a signal may come between the two
@@ -113,6 +116,25 @@ def cause_in(log: list[str]) -> str:
         if not re.search(r"EngineDeadError|the engine is dead", error):
             return f": {error}"
     return ": its engine was killed, most likely because memory ran out" if errors else ""
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Make processes that start, also vLLM's, not import Python's own modules from the current folder."""
+    given = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = given or SAFE_PATH
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if given is not None:
+            os.environ["PYTHONSAFEPATH"] = given
+
+
+def end_safe_path() -> None:
+    """Allow programs that a worker starts to import files beside them, unless the user has set PYTHONSAFEPATH."""
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def _run(main: Callable, spec: WorkerSpec, connection) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from asyncrl.cluster.gpus import list_gpus
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.cluster.processes import (
     exit_with_parent,
@@ -77,6 +78,8 @@ def worker_environment(placement: WorkerPlacement) -> dict[str, str]:
     end = placement.gpu + placement.num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
     devices = [name.strip() for name in visible.split(",")]
+    if any(name.startswith("GPU-") for name in devices):  # vLLM does not accept a shortened UUID
+        devices = [gpu.uuid for gpu in list_gpus(visible)]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join(devices[placement.gpu : end])}
 
 

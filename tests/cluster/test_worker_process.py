@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.cluster.processes import exit_with_parent
-from asyncrl.cluster.worker_process import WorkerProcess, cause_in
+from asyncrl.cluster.worker_process import WorkerProcess, cause_in, end_safe_path
 
 
 def end_at_once(spec, connection):
@@ -65,6 +65,27 @@ def test_a_start_that_is_interrupted_between_its_two_threads_leaves_none_that_wa
         interrupted = SimpleNamespace(submit=lambda *call: next(first)(*call))
         with pytest.raises(StopIteration):
             WorkerProcess(SPEC, end_at_once, lambda message: None, interrupted)
+
+
+def report_safe_path(spec, connection):
+    """Be a worker that tells its PYTHONSAFEPATH before and after its engine has started."""
+    os.setsid()
+    is_safe = bool(os.environ.get("PYTHONSAFEPATH"))
+    end_safe_path()
+    connection.send((is_safe, os.environ.get("PYTHONSAFEPATH")))
+
+
+@pytest.mark.parametrize("given", [None, "", "1"])
+def test_a_worker_starts_on_a_safe_path_and_then_has_what_the_user_has_set(given, monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONSAFEPATH", given)
+    told = []
+    with ThreadPoolExecutor(2) as threads:
+        worker = WorkerProcess(SPEC, report_safe_path, told.append, threads)
+        assert os.environ.get("PYTHONSAFEPATH") == given
+        worker.reading.result(timeout=60)
+    assert told == [(True, given or None), None]
 
 
 def wait_for_parent():
