@@ -47,7 +47,11 @@ class PromptSource:
 
         Raises ValueError if it is too long, empty, or has a token that the model lacks.
         """
-        return () if problem.environment_seed is not None else self._tokens(problem, config)
+        if problem.environment_seed is not None:
+            return ()
+        tokens = self._tokens(problem)
+        self._check_length(problem, len(tokens), config)
+        return tokens
 
     def check(self, config: Config) -> None:
         """Raise ValueError if a held-out prompt, a row or one of the first training prompts does not fit.
@@ -57,18 +61,23 @@ class PromptSource:
         problems = [*self.compared_problems, *([] if self.rows else self.eval_problems)]
         problems.sort(key=lambda problem: len(str(problem.prompt)), reverse=True)
         ends_at = time.monotonic() + CHECK_S
-        for number, problem in enumerate(problems, start=1):
-            self._tokens(problem, config)
+        lengths: list[int] = []
+        for problem in problems:
+            lengths.append(len(self._tokens(problem)))
             if time.monotonic() > ends_at:
                 print(
-                    f"prompts: {number} of {len(problems)} were checked in {CHECK_S:g} s, longest texts first; "
+                    f"prompts: {len(lengths)} of {len(problems)} were checked in {CHECK_S:g} s, longest texts first; "
                     "the rest is checked when it is issued",
                     flush=True,
                 )
-                return
+                break
+        longest = max(lengths)
+        num_longer = sum(length > config.max_prompt_tokens for length in lengths)
+        note = f" ({num_longer} of {len(problems)} prompts are too long)"
+        self._check_length(problems[lengths.index(longest)], longest, config, note)
 
-    def _tokens(self, problem: Problem, config: Config) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Raises ValueError as `tokens_of`."""
+    def _tokens(self, problem: Problem) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises ValueError if it is empty, or has a token that the model lacks."""
         tokens = tuple(self.encode(problem))
         if not tokens and problem.environment_seed is None:
             raise ValueError(
@@ -80,12 +89,14 @@ class PromptSource:
                 f"{_begin(problem)} has the token {missing}, and the model's config.json has a vocabulary of "
                 f"{self.vocab_size}; resize its embeddings, or remove the text of that token"
             )
-        if len(tokens) > config.max_prompt_tokens:
-            raise ValueError(
-                f"{_begin(problem)} has {len(tokens)} tokens, --max-prompt-tokens is {config.max_prompt_tokens}; raise "
-                "it, or remove longer prompts"
-            )
         return tokens
+
+    def _check_length(self, problem: Problem, length: int, config: Config, note: str = "") -> None:
+        if length > config.max_prompt_tokens:
+            raise ValueError(
+                f"{_begin(problem)} has {length} tokens, --max-prompt-tokens is {config.max_prompt_tokens}{note}; "
+                f"raise it to at least {length}, or remove longer prompts"
+            )
 
 
 def _begin(problem: Problem) -> str:

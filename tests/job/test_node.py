@@ -216,7 +216,7 @@ def start_on_rows(tmp_path, rows, resumed=None, **options):
         (
             {"prompt": "a11 b22 c33 d44 =", "answer": "x"},
             {"max_prompt_tokens": 5},
-            ": the prompt 'a11 b22 c33 d44 =' has 9 tokens, --max-prompt-tokens is 5; raise it, or remove",
+            ": the prompt 'a11 b22 c33 d44 =' has 9 tokens, --max-prompt-tokens is 5 (1 of 701 prompts are too long)",
         ),
         (
             {"prompt": "a11 \u00fc =", "answer": "x"},
