@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data.problem import (
     HELD_OUT_SEED,
@@ -210,9 +209,14 @@ def _read(path: Path) -> dict[str, list[dict]]:
 
     if path.is_file():
         return {"": _read_file(path)}
-    if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+    loaded = None
+    if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        loaded = datasets.load_from_disk(str(path))
+    elif (path / "README.md").exists() and "\nconfigs:" in (path / "README.md").read_text("utf-8"):
+        # The card of a dataset assigns its files to splits.
+        loaded = datasets.load_dataset(str(path))
+    if loaded is None:
         return {str(file.relative_to(path)): _read_file(file) for file in _files(path)}
-    loaded = datasets.load_from_disk(str(path))
     parts = loaded if isinstance(loaded, dict) else {"": loaded}
     return {name: list(rows) for name, rows in parts.items()}
 
@@ -224,10 +228,11 @@ def _files(path: Path) -> list[Path]:
     """
     files = [
         file
-        for file in sorted([*path.glob("[!._]*"), *path.glob("[!._]*/[!._]*")])
+        for file in sorted([*path.glob("*"), *path.glob("*/*")])
         if file.suffix.lower() in READABLE + UNREADABLE
         and file.is_file()
         and file.name not in NO_ROWS
+        and not re.search(r"(^|/)[._]", str(file.relative_to(path)))
     ]
     other_folders = {
         file.parent for file in files if file.parent != path and not split_of(file.parent.name)
@@ -257,23 +262,22 @@ def _read_file(file: Path) -> list[dict]:
     content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     if form == ".json" and content.lstrip().startswith(b"["):
         rows = json.loads(content)
-    else:
-        rows = [
-            _read_line(line, f"{file.name}, line {number}")
-            for number, line in enumerate(content.splitlines(), start=1)
-            if line.strip()
-        ]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file.name}, row {number}: {str(row)[:60]!r} is no JSON object")
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise ValueError(f"{file.name}, row {number}: {str(row)[:60]!r} is no JSON object")
+        return rows
+    rows = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{line[:60]!r} is no JSON object")
+        except ValueError as error:
+            raise ValueError(f"{file.name}, line {number}: {error}") from None
+        rows.append(row)
     return rows
-
-
-def _read_line(line: bytes, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
 
 
 def _read_csv(file: Path) -> list[dict]:
