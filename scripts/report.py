@@ -34,6 +34,7 @@ from scripts.runs import Run, evaluations, failures, load, names, progress, read
 from scripts.table import differing, options_of, show
 from scripts.timeline import trace_of
 
+ADVICE = re.compile("advice(?: on remote hosts)?: (.*)")
 NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs together
 RECENT_S = 60  # a run whose last record is younger may still train
 NUM_HOSTS = 8  # remote hosts that have curves
@@ -142,7 +143,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
         shown["lasted"] = "{}, {} of it before the first step and {} after the last".format(*spans)
     if advice := extras.find("advice"):
         with suppress(ValueError):  # a run that is too short, for one
-            shown["advice"] = re.search("advice(?: on machines)?: (.*)", advice.advice_of(run))[1]
+            shown["advice"] = ADVICE.search(advice.advice_of(run))[1]
     certificate = run.path / "certificate.json"
     if certificate.exists():
         shown["certificate"] = json.loads(certificate.read_text(encoding="utf-8"))["verdict"]

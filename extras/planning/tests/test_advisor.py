@@ -28,6 +28,7 @@ from extras.planning.advice import (
     measure_hosts,
 )
 from extras.planning.advisor import Measured, expected_step, predicted_lag
+from scripts.report import ADVICE as ADVICE_LINE
 from scripts.runs import frame
 
 ADVICE, RUNS = (
@@ -162,6 +163,7 @@ def test_a_run_gets_advice_or_a_line_that_says_why_not(case, tmp_path):
         run.events[case["without"]] = frame([])
     try:
         text = advice_of(run)
+        assert ADVICE_LINE.search(text), "scripts/report.py shows it"
     except ValueError as error:
         text = str(error).replace(str(tmp_path), "runs")
     assert text.startswith(case["line"])
