@@ -121,7 +121,7 @@ WORDS_OF_OTHER_PROJECTS = {
     "--runs-dir FOLDER": "output-dir save-path default-local-dir",
     "--run-name NAME": "experiment-name exp-name",
     "--tracker NAME": "report-to logger",
-    "--tracker wandb": "use-wandb",
+    "--tracker wandb": "wandb use-wandb",
     "--tracker-project NAME": "project-name",
 }
 """Words of this command line, with the options of TRL, verl, slime, prime-rl, OpenRLHF and AReaL that mean them."""
@@ -194,7 +194,10 @@ def _parse(words: list[str]) -> dict[str, Any]:
     try:
         texts, unknown = _make_parser().parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error.argument_name} {error.message}") from None
+        name = error.argument_name
+        is_split = name.removeprefix("--") in SPLIT
+        mistake = _unknown_option_error(name) if is_split else f"{name} {error.message}"
+        raise ValueError(mistake) from None
     if unknown:
         raise ValueError(_unknown_option_error(unknown[0]))
     given = {name: None if text == "None" else text for name, text in vars(texts).items()}
@@ -237,7 +240,7 @@ def _make_parser() -> argparse.ArgumentParser:
             parser.add_argument(switch(name, False), dest=name, action="store_false")
         parser.add_argument(f"--{flag(name)}", dest=name, **how)
     for name in SPLIT:
-        parser.add_argument(f"--{flag(name)}", dest=name, nargs="?", const="")
+        parser.add_argument(f"--{flag(name)}", dest=name)
     return parser
 
 
