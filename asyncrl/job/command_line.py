@@ -74,7 +74,6 @@ WORDS_OF_OTHER_PROJECTS = {
         "ppo-micro-batch-size-per-gpu"
     ),
     "--max-tokens-per-microbatch N": "max-tokens-per-gpu ppo-max-token-len-per-gpu",
-    "--optim.warmup-steps VALUE": "warmup",
     "--optim.epochs N": "num-iterations ppo-epochs max-epochs",
     "--steps N": "max-steps total-training-steps num-rollout",
     "--steps N, each of --groups-per-step prompts": "num-train-epochs total-epochs num-episodes",
@@ -368,8 +367,9 @@ def _unknown_option_error(token: str) -> str:
     name = token.partition("=")[0].replace("_", "-")
     word = name.strip("-")
     hint = nearest(name, (option.flag for option in ALL_OPTIONS.values()))
+    old_names = {new: old for old, new in RENAMED.items()}
     for option in OPTIONS.values():
-        if option.flag.endswith(f".{word}"):
+        if option.flag.endswith(f".{word}") or old_names.get(option.name, "").endswith(f".{word}"):
             hint = f"; write {option.flag} VALUE"
         if f"`{word.replace('-', '_')}=" in option.text:
             hint = f"; write {option.flag} {word.replace('-', '_')}=VALUE"
