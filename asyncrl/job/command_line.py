@@ -5,7 +5,6 @@ each section of Config.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from asyncrl.config import (
     RENAMED,
     SPLIT,
     Config,
+    Option,
     allowed_values,
     flag,
     nearest,
@@ -170,22 +170,12 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
 
 
 def _read_words(args: list[str] | None) -> dict[str, Any]:
-    """Return the texts of a command line, by the names of options. With --help print the help, and exit."""
-    args = sys.argv[1:] if args is None else args
-    words = [word for word in args if word not in ("-h", "--help")]
-    given = _parse(words)
-    if len(words) < len(args):
-        print(_help_for(given.get("algo")))
-        raise SystemExit(0)
-    return given
-
-
-def _parse(words: list[str]) -> dict[str, Any]:
-    """Return the texts of words by the names of options. Warns of names of the last release.
+    """Return the texts of a command line, by the names of options. With --help print the help, and exit.
 
     A switch without a value is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
     """
-    words = [_with_dashes(word) for word in with_home_folder(words)]
+    args = with_home_folder(sys.argv[1:] if args is None else args)
+    words = [_with_dashes(word) for word in args if word not in ("-h", "--help")]
     names = [word.partition("=")[0] for word in words]
     for option in ALL_OPTIONS.values():
         if option.is_list and names.count(option.flag) > 1:
@@ -200,6 +190,9 @@ def _parse(words: list[str]) -> dict[str, Any]:
     if unknown:
         raise ValueError(_unknown_option_error(unknown[0]))
     given = {name: None if text == "None" else text for name, text in vars(texts).items()}
+    if len(words) < len(args):
+        print(_help_for(given.get("algo")))
+        raise SystemExit(0)
     old = {name: given.pop(name) for name in [*given] if name not in ALL_OPTIONS}
     for name, value in old.items():
         new_options = with_new_names({name: value}).items()
@@ -214,7 +207,6 @@ def _with_dashes(word: str) -> str:
     return f"{flag(name)}{sign}{value}" if word.startswith("--") else word
 
 
-@functools.cache
 def _make_parser() -> argparse.ArgumentParser:
     """Return a parser that gives texts. msgspec converts them once all are known.
 
@@ -301,16 +293,18 @@ def _read_config_file(path: str) -> dict[str, Any]:
         raise ValueError(
             f"--config {path}: {error}; give a TOML file with options, or a run.json"
         ) from None
-    options: dict[str, Any] = {}
+    options = {}
     for key, value in keys:
         try:
-            if key.replace("-", "_") in COMMANDS:
-                raise ValueError(f"--{flag(key)} belongs on the command line")
-            given = _parse(_words_of(key, value))
-            Config.from_dict(given)
+            for name, new_value in with_new_names({key.replace("-", "_"): value}).items():
+                if name in COMMANDS:
+                    raise ValueError(f"--{flag(name)} belongs on the command line")
+                if name not in OPTIONS:
+                    raise ValueError(_unknown_option_error(f"--{flag(name)}"))
+                options[name] = _value_as_given(OPTIONS[name], new_value)
+                Config.from_dict({name: options[name]})
         except ValueError as error:
             raise ValueError(f"--config {path}: {key}: {error}") from None
-        options |= given
     return options
 
 
@@ -323,11 +317,16 @@ def _keys_of(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _words_of(key: str, value: Any) -> list[str]:
-    """Return the words of the command line that give an option the value that it has in a file."""
+def _value_as_given(option: Option, value: Any) -> Any:
+    """Return a value of a file as the command line would give it: "None" unsets, and `~` is the home folder."""
+    if isinstance(value, str):
+        (value,) = with_home_folder([value])
+        if value == "None":
+            return None
+        return [value] if option.is_list else value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [f"--{key}", *value]
-    return [f"--{key}={value}"]
+        return with_home_folder(value)
+    return value
 
 
 def as_toml(config: Config) -> str:

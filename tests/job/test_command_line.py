@@ -276,9 +276,9 @@ def test_a_run_json_is_a_file_of_options(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("steps = 0", "steps: --steps must be ≥ 1, got '0'"),
-        ("steps = true", "steps: --steps must be ≥ 1, got 'True'"),
-        ("lr = [1]", "lr: --lr must be > 0, got '[1]'"),
+        ("steps = 0", "steps: --steps must be ≥ 1, got 0"),
+        ("steps = true", "steps: --steps must be ≥ 1, got True"),
+        ("lr = [1]", "lr: --lr must be > 0, got '1'"),
         ("[optim]\nlr-scheduler = 'step'", "optim.lr-scheduler: --optim.lr-scheduler must be "),
         ("optim.args = ['a']", "optim.args: --optim.args must be NAME=VALUE"),
         ("async_ration = 2", "async_ration: --async-ration is no option; did you mean --async"),
