@@ -1,10 +1,9 @@
-"""The command line of a run, read by argparse from the options that Config declares.
+"""The command line of a run, read by tyro from the options that Config declares.
 
 User code (FILE.py:NAME) is found and tried here, before slow parts start. --help is printed here, too, with a title for
 each section of Config.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -14,7 +13,10 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, TypedDict
+
+import tyro
+from tyro import _errors as parse_errors
 
 from asyncrl import extras, user_code
 from asyncrl.config import (
@@ -130,8 +132,27 @@ OPTIONS_OF_OTHER_PROJECTS = {
     for option in options.split()
 }
 """Options of other projects, with the words for them here. They can follow the names of sections and a dot."""
-COMMANDS = {option.name: option for option in options_of(Command)}
-ALL_OPTIONS = OPTIONS | COMMANDS
+ALL_OPTIONS = OPTIONS | {option.name: option for option in options_of(Command)}
+MAY_BE_UNSET = [
+    option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
+]
+"""Switches that are also neither on nor off."""
+NEW_WORDS = {
+    switch(old, is_on): switch(new, is_on)
+    for old, new in RENAMED.items()
+    for is_on in (True, False)
+}
+"""Words of the last release, with the words of today."""
+
+
+def _text_type(option: Option) -> Any:
+    """Return the type that tyro reads of an option: a switch, or texts. msgspec converts texts once all are known."""
+    kind: Any = str
+    if option.is_switch and option.default is not None:
+        kind = bool
+    elif option.is_list:
+        kind = list[str]
+    return Annotated[kind, tyro.conf.arg(name=option.flag.removeprefix("--"))]
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -172,67 +193,57 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
 def _read_words(args: list[str] | None) -> dict[str, Any]:
     """Return the texts of a command line, by the names of options. With --help print the help, and exit.
 
-    A switch without a value is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
+    A switch is a truth and not a text. Raises ValueError, in one line, for a word that is no option.
     """
     args = with_home_folder(sys.argv[1:] if args is None else args)
-    words = [_with_dashes(word) for word in args if word not in ("-h", "--help")]
-    names = [word.partition("=")[0] for word in words]
+    words = [_todays_word(word) for word in args if word not in ("-h", "--help")]
+    names = [flag(word.partition("=")[0]) for word in words]
     for option in ALL_OPTIONS.values():
         if option.is_list and names.count(option.flag) > 1:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
-    try:
-        texts, unknown = _make_parser().parse_known_args(words)
-    except argparse.ArgumentError as error:
-        name = error.argument_name
-        is_split = name.removeprefix("--") in SPLIT
-        mistake = _unknown_option_error(name) if is_split else f"{name} {error.message}"
-        raise ValueError(mistake) from None
-    if unknown:
-        raise ValueError(_unknown_option_error(unknown[0]))
-    given = {name: None if text == "None" else text for name, text in vars(texts).items()}
+    # Only given options have a key: defaults that depend on other options are chosen later.
+    # tyro is slow to describe all options.
+    kinds = {old: str for old in SPLIT if f"--{flag(old)}" in names} | {
+        name: _text_type(option)
+        for name, option in ALL_OPTIONS.items()
+        if option.flag in names or switch(name, False) in names
+    }
+    with parse_errors.on_parse_error(_refuse):
+        texts = tyro.cli(TypedDict("GIVEN", kinds, total=False), args=words, add_help=False)
+    given = {name: None if text == "None" else text for name, text in texts.items()}
     if len(words) < len(args):
         print(_help_for(given.get("algo")))
         raise SystemExit(0)
-    old = {name: given.pop(name) for name in [*given] if name not in ALL_OPTIONS}
-    for name, value in old.items():
-        new_options = with_new_names({name: value}).items()
-        new_words = " ".join(f"{OPTIONS[new].flag} {new_value}" for new, new_value in new_options)
-        print(f"warning: --{flag(name)} {value} is {new_words} now", file=sys.stderr)
-    return with_new_names(old) | given
+    for old in SPLIT.keys() & given.keys():
+        new_options = with_new_names({old: given[old]}).items()
+        new_words = " ".join(f"{OPTIONS[name].flag} {value}" for name, value in new_options)
+        print(f"warning: --{flag(old)} {given[old]} is {new_words} now", file=sys.stderr)
+    return with_new_names(given)
 
 
-def _with_dashes(word: str) -> str:
-    """Return a word of the command line with dashes in the name of its option."""
+def _todays_word(word: str) -> str:
+    """Return a word of the command line for tyro: a name of the last release becomes the name of today. A switch that
+    can be unset, for example `--compile`, gets its value as text."""
     name, sign, value = word.partition("=")
-    return f"{flag(name)}{sign}{value}" if word.startswith("--") else word
+    new = NEW_WORDS.get(name.replace("_", "-"))
+    if new is not None:
+        print(f"warning: {name} is {new} now", file=sys.stderr)
+        return f"{new}{sign}{value}"
+    for option in MAY_BE_UNSET:
+        for is_on in (True, False):
+            if word == switch(option.name, is_on):
+                return f"{option.flag}={is_on}"
+    return word
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    """Return a parser that gives texts. msgspec converts them once all are known.
-
-    It knows the names of the last release, too. Only given options have a text: defaults that depend on other options
-    are chosen later.
-    """
-    parser = argparse.ArgumentParser(
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, option in (ALL_OPTIONS | {old: OPTIONS[new] for old, new in RENAMED.items()}).items():
-        how: dict[str, Any] = {}
-        if option.is_list:
-            how = {"nargs": "*"}
-        elif option.is_switch:
-            # An option of a run can also have a value: `--compile=None`.
-            how = (
-                {"nargs": "?", "const": True} if name not in COMMANDS else {"action": "store_true"}
-            )
-            parser.add_argument(switch(name, False), dest=name, action="store_false")
-        parser.add_argument(f"--{flag(name)}", dest=name, **how)
-    for name in SPLIT:
-        parser.add_argument(f"--{flag(name)}", dest=name)
-    return parser
+def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
+    """Raise ValueError with one line in place of the box that tyro would print."""
+    if isinstance(event, parse_errors.UnrecognizedArgs):
+        raise ValueError(_unknown_option_error(event.tokens[0]))
+    name = event.argument.lowered.name_or_flags[-1]
+    if name.removeprefix("--") in SPLIT:
+        raise ValueError(_unknown_option_error(name))
+    raise ValueError(f"{name} expected one argument")
 
 
 def _help_for(algo: str | None) -> str:
@@ -297,7 +308,7 @@ def _read_config_file(path: str) -> dict[str, Any]:
     for key, value in keys:
         try:
             for name, new_value in with_new_names({key.replace("-", "_"): value}).items():
-                if name in COMMANDS:
+                if name in ALL_OPTIONS.keys() - OPTIONS.keys():
                     raise ValueError(f"--{flag(name)} belongs on the command line")
                 if name not in OPTIONS:
                     raise ValueError(_unknown_option_error(f"--{flag(name)}"))

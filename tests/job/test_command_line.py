@@ -170,14 +170,14 @@ def test_home_is_put_where_a_path_begins_and_nowhere_else(word, expected, monkey
 
 def test_names_of_the_last_release_are_accepted_with_a_warning(capsys):
     assert not read_options(["--optim.no-by-ess"]).optim.scale_lr_by_ess
-    line = "warning: --optim.by-ess False is --optim.scale-lr-by-ess False now\n"
+    line = "warning: --optim.no-by-ess is --optim.no-scale-lr-by-ess now\n"
     assert capsys.readouterr().err == line
     words = ["--optim.warmup=7", "--optim.by-ess", "--advantage.overlong", "3"]
     config = read_options(words)
     assert config.optim == OptimOptions(warmup_steps=7, scale_lr_by_ess=True)
     assert config.advantage_options.overlong_tokens == 3
     warning, *others = capsys.readouterr().err.splitlines()
-    assert warning == "warning: --optim.warmup 7 is --optim.warmup-steps 7 now" and len(others) == 2
+    assert warning == "warning: --optim.warmup is --optim.warmup-steps now" and len(others) == 2
     recorded = {name: option.default for name, option in OPTIONS.items()} | {"optim.least": 0.5}
     del recorded["optim.min_lr_ratio"]
     assert Config.from_dict(recorded).optim.min_lr_ratio == 0.5
