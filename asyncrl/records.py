@@ -1,17 +1,20 @@
 """Records that are sent between controller, rollout workers and trainer.
 
-T is the length of a trajectory in tokens, prompt included. The life of a trajectory, by its calls:
+T is the length of a trajectory in tokens, prompt included. The life of a trajectory. An arrow is a call, and a
+semicolon means later:
 
-1. Controller, when a place is free: `Controller.admit_and_send` → `Dispatcher.admit_groups` →
+1. Controller (asyncrl/controller/), when a place is free: `Controller.admit_and_send` → `Dispatcher.admit_groups` →
    `TicketSource.next_group` → `SampleBuffer.admit` → `TicketSource.for_group` → `Dispatcher.enqueue` → `send_out` →
    `assign` → the message `Tickets`.
-2. Worker: `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` → `Episode.run` → `play` → `act` →
+2. Worker (rollout.py, asyncrl/engine/): `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` → `Episode.run` → `play` → `act` →
    `ask_policy` → `LLMProxy.generate` → `sample_part` → `read_completion`; then `Environment.step` → `make_trajectory` →
    `RolloutWorker.flush` → the message `Finished`.
 3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
-   `SampleBuffer.add` → `find_batch` → `consume`. The trajectory of an evaluation goes to `Evaluation.add`.
-4. Trainer: `Leader.take_batch` → `share_batch` → `sequences_by_minibatch` → `_segments` → `distribute` →
-   `scatter_on_node` → `Policy.train_step` → `pack_to_train` → `pack` → `_per_token_loss` → `_loss_inputs` → the loss.
+   `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
+4. Trainer (asyncrl/job/node.py, asyncrl/trainer/): `Leader.take_batch` → `Controller.wait_for_batch` →
+   `SampleBuffer.find_batch`; `consume`; `share_batch` → `sequences_by_minibatch` → `estimate_advantages`;
+   `distribute`; `Policy.train_step` → `pack_to_train` → `pack`; for each update `_make_update` → `_per_token_loss` →
+   the loss, times `token_weights`; `backward`; `_step`, which clips the gradient and calls the optimizer.
 
 asyncrl/controller/controller.py has the death of a worker, and cancellation.
 """

@@ -33,6 +33,8 @@ class Addition(DrawnTask):
     @staticmethod
     def score(answer: str, response: str) -> float:
         """1 for the exact labelled digits, else 0. Spaces do not count, as detokenizers differ in them."""
+        if not answer.strip():
+            raise ValueError("the answer of an addition problem is empty")
         return float("".join(response.split()) == "".join(answer.split()))
 
 

@@ -62,7 +62,9 @@ class Job:
     def events(self, kind: str) -> list[dict]:
         """The events of one kind."""
         return [
-            event for event in read(self.run_path / "events.jsonl", []) if event["event"] == kind
+            event
+            for event in read(self.run_path / "events.jsonl", may_be_cut=True)
+            if event["event"] == kind
         ]
 
     def output(self) -> str:

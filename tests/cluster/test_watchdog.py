@@ -63,7 +63,7 @@ def test_who_watches_ends_with_its_rank_though_it_was_stopped():
 
 
 def test_an_agent_that_is_stopped_while_its_rank_runs_is_killed_and_named():
-    command = "import os, subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1]])"
+    command = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     agent, _ = start(command, RANK, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"})
     agent.send_signal(signal.SIGSTOP)
     said = agent.stdout.readline()
