@@ -1,14 +1,14 @@
 """Records that are sent between controller, rollout workers and trainer.
 
-T is the length of a trajectory in tokens, prompt included. The life of a trajectory. An arrow is a call, and a
-semicolon means later:
+T is the length of a trajectory in tokens, prompt included. This is the life of a trajectory, where an arrow is a call
+and a semicolon means later:
 
 1. Controller (asyncrl/controller/), when a place is free: `Controller.admit_and_send` → `Dispatcher.admit_groups` →
    `TicketSource.next_group` → `SampleBuffer.admit` → `TicketSource.for_group` → `Dispatcher.enqueue` → `send_out` →
    `assign` → the message `Tickets`.
-2. Worker (rollout.py, asyncrl/engine/): `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` → `Episode.run` → `play` → `act` →
-   `ask_policy` → `LLMProxy.generate` → `sample_part` → `read_completion`; then `Environment.step` → `make_trajectory` →
-   `RolloutWorker.flush` → the message `Finished`.
+2. Worker (rollout.py, asyncrl/engine/): `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` →
+   `Episode.run` → `play` → `act` → `ask_policy` → `LLMProxy.generate` → `sample_part` → `read_completion`; then
+   `Environment.step` → `make_trajectory` → `RolloutWorker.flush` → the message `Finished`.
 3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
    `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
 4. Trainer (asyncrl/job/node.py, asyncrl/trainer/): `Leader.take_batch` → `Controller.wait_for_batch` →
