@@ -171,7 +171,8 @@ def resume_command(run: Path | None) -> str:
             if num_ranks != "1":
                 # torchrun starts one rank by default, and after a signal it kills all ranks within 30 s.
                 words = ["--nproc-per-node", num_ranks, "--shutdown-timeout", "600"]
-        step, resume = parse_step(saved[-1]), f"--resume {shlex.quote(str(run))}"
+        step = parse_step(saved[-1])
+        resume = f"--resume {shlex.quote(str(run))}"
         if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
             return f"continue from step {step}: the torchrun command of each node, with {resume}"
         program = os.path.relpath(Path(__file__).parents[2] / "train_async.py")
