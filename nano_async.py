@@ -275,10 +275,7 @@ def serve(pipe, options: Options, task, llm):
     held_out = task.eval_problems(NUM_HELD_OUT)
     while True:
         while pipe.poll(0 if running else None):
-            message = pipe.recv()
-            if message is None:
-                return
-            version, weights, groups, size = message
+            version, weights, groups, size = pipe.recv()
             if weights:  # they change between two tokens of each response
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for group in groups:
@@ -380,11 +377,12 @@ def main(options: Options):
     store = dist.HashStore() if NUM_RANKS == 1 else None
     dist.init_process_group(store=store, rank=RANK, world_size=NUM_RANKS)
     rollout = Rollout(options, pipes, len(task.eval_problems(NUM_HELD_OUT))) if pipes else None
-    train(options, loss, rollout, log)
-    for pipe in pipes:
-        pipe.send(None)
-    for process in mp.active_children():
-        process.join()
+    try:
+        train(options, loss, rollout, log)
+    finally:
+        for process in mp.active_children():
+            process.terminate()  # because an engine takes 5 s to end on its own
+            process.join()
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,6 +36,10 @@ def import_nano():
     return nano_async
 
 
+class Ended(Exception):
+    """The trainer has ended."""
+
+
 class RandomEngine:
     """Has what nano_async.serve calls of vLLM, and samples responses of random lengths."""
 
@@ -49,7 +54,10 @@ class RandomEngine:
         return SimpleNamespace(chat_template=None)
 
     def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights" and kwargs["weights_iterator"] == ["weights"]
+        assert method == "reload_weights"
+        if kwargs["weights_iterator"] == ["end"]:
+            raise Ended
+        assert kwargs["weights_iterator"] == ["weights"]
 
     def add_request(self, name, prompt, parameters):
         self.missing[name] = self.rng.choice((1, 2, 3, 20))
@@ -69,6 +77,12 @@ class RandomEngine:
         return outputs
 
 
+def serve_until_end(nano, *arguments):
+    """Serve in a thread until the message that ends it."""
+    with suppress(Ended):
+        nano.serve(*arguments)
+
+
 def sampled_staleness(nano, options, num_steps, rng):
     """Train on nothing for some steps, and return the staleness of each batch by its oldest token."""
     pipes = []
@@ -82,7 +96,7 @@ def sampled_staleness(nano, options, num_steps, rng):
     for _ in range(options.workers):
         ours, theirs = mp.Pipe()
         arguments = (theirs, options, task, RandomEngine(rng.random()))
-        threading.Thread(target=nano.serve, args=arguments, daemon=True).start()
+        threading.Thread(target=serve_until_end, args=(nano, *arguments), daemon=True).start()
         pipes.append(ours)
     rollout = nano.Rollout(options, pipes, num_held_out=0)
     staleness = []
@@ -96,7 +110,7 @@ def sampled_staleness(nano, options, num_steps, rng):
         staleness.append(step - 1 - min(min(sample.versions) for sample in batch))
         rollout.publish(step, ["weights"])
     for pipe in pipes:
-        pipe.send(None)
+        pipe.send((0, ["end"], range(0), 0))
     return staleness
 
 

@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from programs import ROOT, run_python
+from fake_job import run_forked
+from ranks import ForkedProcess, forkserver
 from real_job import SMALL, launch, run_job, words_of
 
 from scripts.lines import read
@@ -24,11 +25,15 @@ def certificate(folder):
 
 def fake_job(folder, *words):
     """A job whose log-probs are made up, so the first check sees that."""
-    ended = run_python(
-        "tests/fake_job.py", *words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"
-    )
-    assert ended.returncode == 0, ended.stderr[-1500:]
-    return ended.stdout
+    output_path = folder / "output.txt"
+    forkserver()
+    job = ForkedProcess(target=run_forked, args=({}, str(output_path), list(words)))
+    job.start()
+    try:
+        assert job.wait(120) == 0, output_path.read_text()[-1500:]
+    finally:
+        job.kill()
+    return output_path.read_text()
 
 
 def test_an_alarm_is_printed_once_written_and_continued_by_a_resume(tmp_path):
