@@ -30,11 +30,11 @@ from data import MULTI_TURN_TASKS, TASK_NAMES
 
 
 class ChangeableBy(enum.Enum):
-    """Someone who can change the value of an option after the run began."""
+    """An occasion on which an option can differ from that of the run's first start."""
 
     RESUME = "a run that is resumed"
     NODE = "one of several nodes, for itself"
-    HOST = "the trainer, while joined hosts stay: no engine reads the option"
+    HOST = "a host that joined: no engine reads the option"
     REPLAY = "a replay of the run's batches"
     EVALUATION = "an evaluation of a model, by scripts/evaluate.py"
     NOT_COPIED = "a replay, which begins with the default"
@@ -233,8 +233,8 @@ class Config:
     and issues them again. `gate` only counts submissions and takes the oldest groups (AReaL): it bounds the mean."""
     on_update: Literal["keep", "recompute", "resume", "restart", "wait"] = "keep"
     """Running requests at a weight update: `keep` continues with the old KV cache, `recompute` with a new one. `resume`
-    interrupts and continues from the tokens so far. `restart` starts over (as old as its first start). `wait` drains
-    first."""
+    interrupts and continues from the tokens so far. `restart` samples again from the first token; until the response
+    ends, its deadline is that of its first start. `wait` drains first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly
     K with async_ratio 0. If a finished run continues with more steps, this count begins again."""
@@ -350,7 +350,8 @@ class Config:
     """Content of a checkpoint: `all` has float32 weights and the state for --resume, 16 bytes per parameter with AdamW.
     `weights` has only weights, in the dtype of computing: 2 bytes per parameter on GPUs. No run resumes from them."""
     keep_last: Annotated[Count, RESUME, HOST] = 0
-    """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two."""
+    """Newest checkpoints that are kept. 0 keeps the weights of all, and the state for --resume of two. Weights that an
+    earlier start of the run kept with 0 stay."""
     stop_after_s: Annotated[NonNegative, RESUME, HOST] = 0.0
     """Longest run, seconds: it saves and stops if one more step might take too long. 0: no limit."""
     runs_dir: Annotated[str, NODE, HOST, REPLAY] = "runs"

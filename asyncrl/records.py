@@ -1,7 +1,7 @@
 """Records that are sent between controller, rollout workers and trainer.
 
-T is the length of a trajectory in tokens, prompt included. This is the life of a trajectory, where an arrow is a call
-and a semicolon means later:
+T is the length of a trajectory in tokens, prompt included. This is the life of a trajectory. An arrow leads to the next
+call in time, and at a semicolon other work is between:
 
 1. Controller (asyncrl/controller/), when a place is free: `Controller.admit_and_send` → `Dispatcher.admit_groups` →
    `TicketSource.next_group` → `SampleBuffer.admit` → `TicketSource.for_group` → `Dispatcher.enqueue` → `send_out` →
@@ -32,8 +32,8 @@ FinishReason = Literal["stop", "length", "failed", "aborted"]
 CompletionEnd = Literal["stop", "length", "interrupted"]
 """End of a response, or of its first part. The rest of an `interrupted` one can be sampled.
 
-`interrupted` is vLLM's `abort`. `LLMProxy.generate` continues after it. It returns it only if the caller ended the
-request, and then Episode reports `aborted`.
+`interrupted` is vLLM's `abort`. `LLMProxy.generate` continues to sample after an interruption. It returns `interrupted`
+only if its caller ended the request. Episode then reports `aborted`.
 """
 EVALUATION_GROUP, GREEDY_GROUP = -1, -2
 """group_id of evaluation tickets, sampled as in training or greedily; they never enter the buffer."""

@@ -93,9 +93,9 @@ class RecordingPlugin(Plugin):
         step: int,
         groups: list[Group] | None,
     ) -> str:
-        """Keep the batch on which a step failed, of which leaders have `groups`, and the weights before it; collective.
+        """Keep the batch on which a step failed, and the weights before its last update; collective.
 
-        Return the end of the error, on rank 0.
+        Leaders have the `groups` of their node. Return the end of the error, on rank 0.
         """
         from asyncrl.trainer.weight_files import save_weights
 

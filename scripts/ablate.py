@@ -36,7 +36,8 @@ from asyncrl import user_code
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals, kill_with_sessions
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
-from asyncrl.job.command_line import check, read_options
+from asyncrl.job.choices import try_choices
+from asyncrl.job.command_line import read_options
 from scripts.grids import (
     MIN_VERSIONS,
     QUESTIONS,
@@ -168,7 +169,7 @@ def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], common: C
         for name, value in values.items():
             if f"--{flag(name)}" in flags and OPTIONS[name].value_in(common) != value:
                 raise ValueError(f"--{flag(name)} is the grid's; give it before --")
-        check(config.checked())
+        try_choices(config.checked())
     except ValueError as error:
         raise ValueError(f"cell {cell_name(cell)}: {error}") from None
     return cell

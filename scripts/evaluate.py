@@ -29,7 +29,8 @@ from asyncrl.config import (
     with_home_folder,
 )
 from asyncrl.controller.evaluation import Evaluation
-from asyncrl.job.command_line import check, read_options
+from asyncrl.job.choices import try_choices
+from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import read_resumed_options
 from asyncrl.records import Trajectory
 from asyncrl.runlog.manifest import parse_step
@@ -184,7 +185,7 @@ def main() -> None:
         if given.out and not given.out.parent.is_dir():
             raise ValueError(f"--out {given.out}: its folder is missing; make it")
         config = choose_options(given.model, words)
-        check(config)
+        try_choices(config)
         with tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True) as folder:
             evaluation, rows = sample(replace(config, runs_dir=folder), given.eval_samples)
         print("\n".join(describe(evaluation, given.eval_samples)), flush=True)

@@ -15,7 +15,8 @@ from programs import ROOT
 from test_extending import FILES
 
 from asyncrl.config import RENAMED, Config, switch
-from asyncrl.job.command_line import check, read_options
+from asyncrl.job.choices import try_choices
+from asyncrl.job.command_line import read_options
 from asyncrl.runlog.manifest import FORMAT
 from asyncrl.trainer.lag_stats import LAG_BUCKETS
 from asyncrl.trainer.optimizer import choose_lr
@@ -86,7 +87,7 @@ def test_every_job_that_the_pages_show_is_accepted(options, tmp_path, monkeypatc
     if "8b" in config.model.lower() and "--task" in options:  # a cut command has none
         assert config.eval_every == 0 or config.eval_every >= 40, "an evaluation takes minutes"
     if " my_" in options:
-        check(config)
+        try_choices(config)
 
 
 FIRST_HOUR = (

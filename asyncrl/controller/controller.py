@@ -465,7 +465,7 @@ class Controller:
         with self.lock:
             return copy.deepcopy(self.dispatcher.failures)
 
-    def bans_host_of(self, worker: int, problem: str) -> bool:
+    def try_to_ban_host(self, worker: int, problem: str) -> bool:
         """Stop using the remote host of a worker with wrong weights. Return whether that was done.
 
         extras/swarm overrides this: here no host is remote.

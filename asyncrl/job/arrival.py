@@ -79,7 +79,7 @@ def measure_arrival(products: np.ndarray, squares: np.ndarray) -> Arrival | None
 
 
 class Arrivals:
-    """The scores of one engine, over the versions that this start of a run compares."""
+    """Sums of one engine, over the versions that this start of a run compares."""
 
     def __init__(self) -> None:
         self._whole = self._recent = np.zeros((2, 2, 1))

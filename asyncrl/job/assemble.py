@@ -40,7 +40,7 @@ from asyncrl.job.resume import (
     exit_if_finished,
     find_checkpoint,
     load_controller_state,
-    resume_command,
+    resume_hint,
 )
 from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
@@ -65,13 +65,19 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     choose_loss(config)
     choose_estimator(config)
     on_end = ExitStack()
-    _prepare_process(config, on_end)
     clock = TrainerClock()
-    cluster = join(config, "cuda" if visible_gpus() else "cpu")
-    checkpoint = find_checkpoint(config, cluster)
-    exit_if_finished(checkpoint, config, cluster)
-    watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
-    watch = watch_class(cluster, dump_stacks)
+    try:
+        _prepare_process(config, on_end)
+        cluster = join(config, "cuda" if visible_gpus() else "cpu")
+        checkpoint = find_checkpoint(config, cluster)
+        exit_if_finished(checkpoint, config, cluster)
+        watch_class = extras.load("--nnodes").LeaderWatch if cluster.num_nodes > 1 else NodeWatch
+        watch = watch_class(cluster, dump_stacks)
+    except BaseException:  # also the exit of a finished run, with 0
+        on_end.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
     try:
         placement, device = _take_device(config, cluster)
         yield Rank(
@@ -118,9 +124,12 @@ def start_node(bare_rank: Rank, worker_main: Callable) -> Iterator[Leader | Foll
             rank = follow(bare_rank, config, model_path)
         rank.use_device()
         yield rank
+        if cluster.is_first and bare_rank.trains:
+            for plugin in rank.config.plugins:
+                plugin.on_end(rank.run.path)
     except Interrupted as error:
         if cluster.is_first:
-            error.args = (f"{error}; {resume_command(run_path)}", *error.args[1:])
+            error.args = (f"{error}; {resume_hint(run_path)}", *error.args[1:])
         raise
 
 
@@ -133,10 +142,12 @@ def follow(rank: Rank, config: Config, model_path: str) -> Follower:
 def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Leader:
     """Return a leader whose rollout workers are starting; collective on leaders.
 
-    The order matters: every mistake in options and data is reported before anything is written or started.
+    The order matters: a mistake in options and data is reported before a worker starts. All mistakes but a missing file
+    of copied user code are reported before anything is written.
     """
     cluster = rank.cluster
     config = _fit_model(rank, model_path)
+    _check_disk(rank, config, num_parameters(model_path))
     config, placement = _fit_memory(rank, config, model_path)
     placement = claim_cores(placement, rank.on_end)
     _show(cluster, placement, model_path)
@@ -205,11 +216,7 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 
 def _fit_model(rank: Rank, model_path: str) -> Config:
-    """Return the options with a dtype and a learning rate that fit the model. Rank 0 checks the disk; collective.
-
-    Raises ValueError if there is no room for checkpoints. Several nodes only print a warning: if they do not share the
-    folder, checkpoints have only the weights.
-    """
+    """Return the options with a dtype and a learning rate that fit the model; collective on leaders."""
     size = num_parameters(model_path)
     config = rank.config
     if rank.device.type == "cpu":
@@ -217,8 +224,17 @@ def _fit_model(rank: Rank, model_path: str) -> Config:
     config, line = choose_lr(config, size)
     if rank.cluster.is_first and rank.trains:
         print(config.freshness(), line, sep="\n", flush=True)
+    return config
+
+
+def _check_disk(rank: Rank, config: Config, num_parameters: int) -> None:
+    """Print on rank 0 the bytes of checkpoints and of the disk.
+
+    Raises ValueError if there is no room. Several nodes only print a warning: if they do not share the folder,
+    checkpoints have only the weights.
+    """
     if rank.cluster.is_first and config.save_every is not None:
-        sizes = checkpoint_bytes(config, size, rank.device.type)
+        sizes = checkpoint_bytes(config, num_parameters, rank.device.type)
         try:
             line = check_room(config, sizes, rank.first_version)
         except ValueError as error:
@@ -226,7 +242,6 @@ def _fit_model(rank: Rank, model_path: str) -> Config:
                 raise
             line = f"warning: {error}"
         print(line, flush=True)
-    return config
 
 
 def _with_dtype(rank: Rank, model_path: str, num_parameters: int) -> Config:

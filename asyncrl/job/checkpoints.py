@@ -35,7 +35,7 @@ from asyncrl.cluster.processes import (
 )
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
-from asyncrl.job.resume import resume_command
+from asyncrl.job.resume import resume_hint
 from asyncrl.plugins import last_given
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import NodeFacts, clear_torn_checkpoints
@@ -194,7 +194,7 @@ class Checkpoints:
     def _save_before_end(self, error: CannotContinue) -> None:
         """Save the last step, if it is not saved, before an error ends the run; collective.
 
-        The error gets the command to continue. If the checkpoint cannot be written, the error also has the reason.
+        The error gets a hint how to continue. If the checkpoint cannot be written, the error also has the reason.
         """
         if self._last_step is None:
             return  # No step was made since the start.
@@ -206,7 +206,13 @@ class Checkpoints:
         except (OSError, RuntimeError) as failure:
             error.args = (f"{error}{separator}{failure}",)
         if self.rank.cluster.is_first:
-            error.args = (f"{error}{separator}{resume_command(self.rank.run.path)}",)
+            run = self.rank.run.path
+            hint = resume_hint(run)
+            if self._last_step[0] == self.rank.config.steps:
+                hint = (
+                    f"all steps are made; scripts/evaluate.py {run} samples the held-out problems"
+                )
+            error.args = (f"{error}{separator}{hint}",)
         self.rank.watch.finish()  # as in `_stop`
 
     def _is_out_of_time(self) -> bool:

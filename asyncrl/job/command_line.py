@@ -1,7 +1,7 @@
 """The command line of a run, read by tyro from the options that Config declares.
 
-User code (FILE.py:NAME) is found and tried here, before slow parts start. --help is printed here, too, with a title for
-each section of Config.
+User code (FILE.py:NAME) is found here, and `try_choices` tries it before slow parts start. --help is printed here, too,
+with a title for each section of Config.
 """
 
 import itertools
@@ -33,8 +33,7 @@ from asyncrl.config import (
     with_home_folder,
     with_new_names,
 )
-from asyncrl.engine.rewards import load_scorer
-from asyncrl.tasks import prepare_task
+from asyncrl.job.choices import try_choices
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def parse_config(args: list[str] | None = None) -> Config:
         given = _read_words(args)
         gpus = given.get("gpus")
         config = _with_defaults(given, None).checked()
-        check(config)
+        try_choices(config)
         if gpus and not given.get("dry_run"):
             raise ValueError(
                 f"--gpus {gpus} is for --dry-run; a run has those of CUDA_VISIBLE_DEVICES"
@@ -299,6 +298,8 @@ def _read_config_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         content = json.loads(text)["config"] if path.endswith(".json") else tomllib.loads(text)
+        if path.endswith(".json"):
+            content = content | {"run_name": None}  # the old run has the name
         keys = [*_keys_of(content)]
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
@@ -391,23 +392,3 @@ def _unknown_option_error(token: str) -> str:
         if word == other_option or in_section:
             hint = f"; write {words}"
     return f"{name} is no option{hint} (--help lists all)"
-
-
-def check(config: Config) -> None:
-    """Try the loss, the advantage estimator, the optimizer, the task and the rewards of a run.
-
-    Raises ValueError, in one line, for a wrong argument of one of them, and for unfit user code.
-    """
-    from asyncrl.trainer.advantage_choice import try_estimator
-    from asyncrl.trainer.loss_choice import choose_loss, try_loss
-    from asyncrl.trainer.optimizer import try_optimizer
-
-    loss = choose_loss(config)
-    with user_code.errors_as_value_error(config.algo, "--algo"):
-        try_loss(loss, config.top_logprobs, config.centering)
-    try_estimator(config)
-    try_optimizer(config)
-    prepare_task(config)
-    if config.reward or not config.is_multi_turn:
-        load_scorer(config.task, config.reward)
-    user_code.files(user_code.user_code_names(config))

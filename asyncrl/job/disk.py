@@ -25,10 +25,11 @@ def checkpoint_bytes(config: Config, num_parameters: int, device: str) -> tuple[
     return WEIGHTS_BYTES * num_parameters, to_resume * num_parameters
 
 
-def num_checkpoints(config: Config, first_version: int = 0) -> int:
-    """Return how many checkpoints a run writes after a version; 1 if only a signal causes one."""
-    num_steps = config.steps - first_version
-    return math.ceil(num_steps / config.save_every) if config.save_every else 1
+def num_checkpoints(config: Config, first_version: int) -> int:
+    """Return how many checkpoints a run writes after a version; 1 if only the last step or a signal causes one."""
+    if not config.save_every:
+        return 1
+    return math.ceil(config.steps / config.save_every) - first_version // config.save_every
 
 
 def max_bytes_on_disk(config: Config, num_saved: int, sizes: tuple[int, int]) -> int:
@@ -63,7 +64,9 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
     each = f"checkpoints: {format_bytes(sum(sizes))} each"
     room = f"{format_bytes(free)} are free in {config.runs_dir}"
     if at_first > free:
-        beside = ", as the second is written beside the first" * (num_saved > 1)
+        beside = ", as the second is written beside the first" * (
+            num_saved > 1 and not first_version
+        )
         raise ValueError(
             f"{each}, {format_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; "
             "--save weights saves nothing for --resume, --save-every 0 only the last step, None only when it is stopped"

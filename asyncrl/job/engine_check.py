@@ -25,7 +25,8 @@ class EngineCheck:
     def check(self, step: int) -> None:
         """Compare what engines have scored since the last call with the trainer's scores of the same version.
 
-        A worker of this node whose mismatch is above the limit is warned of, once. A joined host is shut out.
+        The first mismatch of a worker above the limit prints a warning. Later ones are only recorded. A joined host is
+        shut out, unless no believed worker would be left.
         Raises RuntimeError if the first weights that this start of the run compares are surely wrong.
         """
         leader = self._leader
@@ -37,7 +38,10 @@ class EngineCheck:
                 self._first_version = mismatch.version
             transport = leader.placement.transport
             problem = mismatch.describe(self._allowed, transport)
-            if problem is None or leader.controller.bans_host_of(mismatch.worker, problem):
+            if problem is None:
+                continue
+            is_banned = leader.controller.try_to_ban_host(mismatch.worker, problem)
+            if is_banned:
                 continue
             if mismatch.version == self._first_version:
                 end_above = SURELY_WRONG * self._allowed
@@ -60,6 +64,10 @@ class EngineCheck:
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
             arrival = arrivals.recent
+            if (
+                arrival is None
+            ):  # no weight has changed since the last version that was surely right
+                continue
             # The whole run dilutes a late fault, so the record has the number that the alarm compares.
             whole = replace(arrivals.whole, late_sigmas=arrival.late_sigmas)
             leader.run.record_event("lag", worker=worker, version=version, **asdict(whole))
@@ -72,7 +80,8 @@ class EngineCheck:
                 f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {leader.placement.transport} "
                 "brings weights late, or only some of them; try another --weight-sync"
             )
-            if not leader.controller.bans_host_of(worker, problem):
+            is_banned = leader.controller.try_to_ban_host(worker, problem)
+            if not is_banned:
                 raise RuntimeError(problem)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run reads before anything is written or started: task, prompts, model and user code."""
+"""Reads and checks the inputs of a run before a worker starts: task, prompts, model and user code."""
 
 import functools
 
@@ -7,7 +7,7 @@ from asyncrl.config import Config
 from asyncrl.controller.prompts import PromptSource
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.rewards import load_scorer
-from asyncrl.job import command_line
+from asyncrl.job.choices import try_choices
 from asyncrl.plugins import last_given
 from asyncrl.tasks import encode, load_task
 from asyncrl.user_code import user_code_names
@@ -52,13 +52,18 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
 
 
 def check_model(config: Config, model_path: str, device: str) -> None:
-    """Raise ValueError if the model would be trained wrongly, or the longest sequence does not fit it."""
+    """Raise ValueError if the model would be trained wrongly, or an option does not fit it."""
     from asyncrl.trainer.families import check_engine, longest_sequence, read_config
 
     model = read_config(model_path)
     for plugin in config.plugins:
         plugin.check(config, model)
     check_engine(config, model, device)
+    vocab_size = model.get_text_config().vocab_size
+    if config.top_logprobs > vocab_size:
+        raise ValueError(
+            f"--top-logprobs {config.top_logprobs} must be at most the model's vocabulary, {vocab_size}; lower it"
+        )
     limit = longest_sequence(model)
     if limit is not None and config.max_sequence_tokens > limit:
         raise ValueError(
@@ -90,7 +95,7 @@ def try_copies(config: Config) -> None:
     texts = user_code_names(config)
     try:
         if texts:
-            command_line.check(config)
+            try_choices(config)
         if config.task in texts:
             load_task(config).train_problem(0)
     except ValueError as error:

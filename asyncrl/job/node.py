@@ -152,13 +152,13 @@ class Leader(Rank):
                     specs, self.device, self.config.rollout_tp, self.config.timeout_s
                 )
         self.controller.connect(transport)
-        leave_cores(self.placement, self.on_end)
 
     def share_cores(self, model: PreTrainedModel) -> None:
-        """Let the trainer's model compute on the engine's CPU cores while the engine has nothing to sample.
+        """Leave the engine's CPU cores, and compute on them only while the engine has nothing to sample.
 
-        Each layer chooses its cores before its forward and before its backward pass.
+        Each layer of `model` chooses its cores before its forward and before its backward pass.
         """
+        leave_cores(self.placement, self.on_end)
 
         def divide_cores(*_: Any) -> None:
             use_free_cores(self.placement, engine_is_idle=self.controller.is_idle())

@@ -25,14 +25,15 @@ from asyncrl.trainer.packing import TrainSequence
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
-NUM_RANDOM = 4
-"""Sequences of random tokens, before the first batch."""
+MIN_SEQUENCES = 4
+"""Random sequences before the first batch. Later as many of the batch are always taken."""
 NUM_SEQUENCES = {torch.float32: 4, torch.bfloat16: 128, torch.float16: 128}
 """Most sequences. There are many if rounding hides the change of a version. A request costs milliseconds."""
 NUM_TOKENS = 2048
 """Most tokens of all sequences together."""
-SHARE = 1 / 16
-"""Most tokens beyond those of NUM_RANDOM sequences, as a share of the first batch's tokens."""
+MAX_SHARE = 1 / 16
+"""A further sequence is taken while all taken tokens are at most this share of the batch's. Each sequence counts up to
+MAX_TOKENS."""
 MAX_TOKENS = 256
 """Longest sequence. It stays one below the engine's context length, so that the engine can sample a token."""
 NUM_VERSIONS = 64
@@ -147,8 +148,8 @@ class Probe:
             tokens = tokens[: NUM_SEQUENCES[compute_dtype(self._config, policy.device)]]
             most = min(NUM_TOKENS, self._config.max_tokens_per_microbatch)
             num_read = np.cumsum([len(ids) for ids in tokens])
-            is_cheap = num_read <= SHARE * num_batch_tokens
-            is_cheap[:NUM_RANDOM] = True
+            is_cheap = num_read <= MAX_SHARE * num_batch_tokens
+            is_cheap[:MIN_SEQUENCES] = True
             num_chosen = int((is_cheap & (num_read <= most)).sum())
             chosen_tokens = _as_tokens(ids.tolist() for ids in tokens[: max(1, num_chosen)])
             self.tokens = cluster.broadcast_on_node(chosen_tokens)
@@ -166,7 +167,7 @@ class Probe:
         """Return token ids from the whole vocabulary, the same on all ranks."""
         vocab_size = policy.module.model.config.get_text_config().vocab_size
         generator = np.random.default_rng(self._config.seed)
-        shape = (NUM_RANDOM, self._length)
+        shape = (MIN_SEQUENCES, self._length)
         return _as_tokens(generator.integers(0, vocab_size, shape).tolist())
 
     def compare(self, probed: ProbedVersions) -> list[Mismatch]:

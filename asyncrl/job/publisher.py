@@ -126,9 +126,9 @@ class LeadingPublisher(Publisher):
     def _choose_weights(self, trainer_version: int, lazy_weights: Weights) -> VersionedWeights:
         """Return the version to announce, and its weights: lazy ones, or copies on the CPU that were held back.
 
-        With publish_delay copies are gathered here, and it is the oldest that is not older than `due_version`. It is
-        newer if a finished run continues with more --steps: its last step announced the newest version. The staleness
-        then begins at 0 again, and reaches publish_delay as many steps later.
+        With publish_delay, copies are gathered here. The version is the oldest copy that is not older than
+        `due_version`. A finished run that continues with more --steps has no older copies. So it first announces newer
+        versions: staleness begins at 0 again, and reaches publish_delay as many steps later.
         After the last step no version follows, so the newest is announced at once. Older ones are forgotten: workers
         must not go back to them in a resume.
         """

@@ -158,8 +158,8 @@ def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> Controlle
     return states[cluster.node]
 
 
-def resume_command(run: Path | None) -> str:
-    """Return the command that continues a stopped run, or the reason why it cannot; `run` is None before its start.
+def resume_hint(run: Path | None) -> str:
+    """Return the command that continues a stopped run, or the reason why there is none; `run` is None before its start.
 
     With --save weights, or if nodes share no folder, a run saves only weights (Checkpoints._save_only_weights).
     """

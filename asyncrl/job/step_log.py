@@ -169,12 +169,10 @@ class StepLog:
 
 
 def print_time_shares(rank: Follower | Leader) -> None:
-    """Print on each leader what trainer and workers spent their time on, and on rank 0 where the records are."""
+    """Print on each leader the shares of time of trainer and workers, and on rank 0 the path of the records."""
     if rank.cluster.is_leader:
         print(describe("trainer ", rank.clock.total))
         for worker, spent in rank.controller.journal.worker_time().items():
             print(describe(f"worker {worker}", spent))
     if rank.cluster.is_first:
-        for plugin in rank.config.plugins:
-            plugin.on_end(rank.run.path)
         print(f"finished: {rank.run.path}", flush=True)

@@ -257,7 +257,7 @@ def write_checkpoint(
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all checkpoints except the last `keep_last`.
+    """Delete all checkpoints except the last `keep_last`, but not those that have only weights.
 
     With 0 all weights are kept. Only the last KEPT_TO_RESUME checkpoints then keep what --resume needs.
     """
@@ -306,7 +306,7 @@ class CheckpointWriter:
         self._saving.set_result(None)
 
     def start(self, step: int, state: dict[str, Tensor], leader_part: LeaderPart | None) -> None:
-        """Copy the state, and begin to save it. Call `wait` for the checkpoint before first."""
+        """Copy the state, and begin to save it. Call `wait` first: the save before this one must have ended."""
         self.path = self.folder / f"step_{step}"
         self._saving = self._thread.submit(
             self._write_and_prune, self.state_copier.stage(state), leader_part

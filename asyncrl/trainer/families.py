@@ -59,11 +59,6 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
 def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
     """Raise ValueError for a missing package, and for a model without kernels of vLLM on a device, `cpu` or `cuda`."""
     name = f"--model {config.model} is a {model.model_type}"
-    vocab_size = model.get_text_config().vocab_size
-    if config.top_logprobs > vocab_size:
-        raise ValueError(
-            f"--top-logprobs {config.top_logprobs} must be at most the model's vocabulary, {vocab_size}; lower it"
-        )
     if device == "cpu":
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         if size not in CPU_HEAD_SIZES:

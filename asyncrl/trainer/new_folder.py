@@ -53,7 +53,8 @@ def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iter
                 folder.rename(path)
                 flush(folder.parent)
     except (OSError, RuntimeError) as error:
-        raise OSError(f"checkpoint {path} was not written: {error}") from error
+        what = str(path) or "the folder of rank 0"
+        raise OSError(f"{what} was not written: {error}") from error
     finally:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)

@@ -96,8 +96,8 @@ class MicroBatch:
     position_ids: Tensor
     """[R, L] int64, from 0 in each sequence. Padding is all 0, so each padding token is its own sequence."""
     visible_until: Tensor | None
-    """[R, L] int64, first column after the token's subtree: the columns from the token to there attend to it. None
-    if no bundle shares a prefix; then position_ids show the sequences."""
+    """[R, L] int64. The columns from the token's own up to but without this one attend to the token. It ends the last
+    sequence that contains the token. None if no bundle shares a prefix; then position_ids show the sequences."""
     bounds: Tensor | None
     """[sequences + 1] int32, each sequence's first column, and L; None for several rows and shared prefixes."""
     longest: int

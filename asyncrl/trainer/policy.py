@@ -55,7 +55,9 @@ from asyncrl.trainer.splitting import split_evenly
 
 
 class NotFinite(RuntimeError):
-    """A loss or a gradient is infinite or NaN. All ranks raise it together, before any weight changes."""
+    """A loss or a gradient is infinite or NaN. All ranks raise it together, before the update changes a weight.
+
+    Earlier updates of the step are made."""
 
 
 @dataclass(eq=False)
@@ -314,7 +316,7 @@ class Policy(WholeWeights):
         return gathered(parts)
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
-        """Clip the gradient and step the optimizer. Raises NotFinite before any weight changes."""
+        """Clip the gradient and step the optimizer. Raises NotFinite before this update changes a weight."""
         # The caller read `loss`, so the device has finished and the clock is right.
         self.clock.enter("optimizer")
         for plugin in self.plugins:

@@ -181,7 +181,7 @@ class SwarmController(Controller):
         """Take the metrics since the last call, also `swarm/*` of hosts."""
         return super().take_metrics() | self.swarm.take_metrics()
 
-    def bans_host_of(self, worker: int, problem: str) -> bool:
+    def try_to_ban_host(self, worker: int, problem: str) -> bool:
         """Shut out the host of a worker whose weights are wrong.
 
         Return False for a worker of this node, and if no believed worker is left.

@@ -310,7 +310,7 @@ ENDS = {
     "a full disk": ("step_{last} was not written: .+No space left on device$", "never"),
     "rollout": ("no worker is left; continue from step {last}: .+ --resume ", "always"),
     "rollout and a full disk": (
-        "no worker is left; checkpoint .+step_{last} was not written: .+No space left on device; ",
+        "no worker is left; .+step_{last} was not written: .+No space left on device; ",
         "never",
     ),
     "a bug": ("step_{last} was not written: rank 0: KeyError: 'bug'$", "never"),

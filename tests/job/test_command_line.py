@@ -268,7 +268,7 @@ def test_a_file_has_options_and_the_command_line_wins_over_it(tmp_path, monkeypa
 
 def test_a_run_json_is_a_file_of_options(tmp_path):
     options = {"lr": 0.5, "algo_args": ("clip_low=0.1",), "optim": OptimOptions(warmup_steps=2)}
-    path = RunDirectory(Config(runs_dir=str(tmp_path), **options)).path
+    path = RunDirectory(Config(runs_dir=str(tmp_path), run_name="taken", **options)).path
     config = read_options(["--config", str(path / "run.json")])
     assert config == Config(runs_dir=str(tmp_path), **options)
 

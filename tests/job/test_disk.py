@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.job.disk import check_room, checkpoint_bytes
+from asyncrl.job.disk import check_room, checkpoint_bytes, num_checkpoints
 
 SIZE = 8 * 10**9
 """Parameters: 32 GB of weights, and 96 GB to continue from."""
@@ -67,3 +67,19 @@ def test_a_resumed_run_needs_room_beside_the_checkpoint_that_it_continues_from(m
     with pytest.raises(ValueError, match="256 GB at first, as the second is written beside"):
         check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 0)
     assert check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10).startswith("warning")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=120 * 10**9))
+    with pytest.raises(ValueError, match="128 GB at first, and 120 GB are free"):
+        check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10)
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "first_version", "number"),
+    [(9, 4, 0, 3), (9, 4, 7, 2), (9, 4, 8, 1), (8, 4, 0, 2), (8, 4, 3, 2), (9, 0, 3, 1)],
+)
+def test_due_checkpoints_are_counted_from_the_step_that_a_run_continues_from(
+    steps, save_every, first_version, number
+):
+    config = Config(steps=steps, save_every=save_every)
+    assert num_checkpoints(config, first_version) == number
+    due = [step for step in range(first_version + 1, steps + 1) if config.is_due(step, save_every)]
+    assert len(due) == number

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +37,24 @@ def test_a_group_is_one_ticket_exactly_without_replication(replicate_prompts):
     model_path = resolve_model(config.model, config.task)
     tickets = make_tickets(config, Cluster(), model_path, load_task(config)).for_group(0, 0, 0)
     assert [ticket.num_members for ticket in tickets] == ([1, 1, 1] if replicate_prompts else [3])
+
+
+def fail_to_start(rank, folder):
+    """A run without a whole checkpoint, and one that has made all its steps."""
+
+    def find_finished(config, cluster):
+        return SimpleNamespace(step=80)
+
+    for find, end in ((assemble.find_checkpoint, ValueError), (find_finished, SystemExit)):
+        assemble.find_checkpoint = find
+        with pytest.raises(end), assemble.start_rank(Config(resume=folder)):
+            pass
+        assert not dist.is_initialized()
+        assert psutil.Process().children() == []
+
+
+def test_a_start_that_fails_leaves_no_process_and_no_group(tmp_path):
+    assert run_ranks(fail_to_start, 1, str(tmp_path)) == [0]
 
 
 GROWS, IS_CUT = "expandable_segments:True", "expandable_segments:False"
@@ -119,11 +138,11 @@ def test_a_model_that_needs_torchvision_is_refused_without_a_sound_one(
         check_engine(config, model, "cuda")
 
 
-def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused():
-    model = AutoConfig.for_model("qwen3", vocab_size=139)
-    check_engine(Config(top_logprobs=139, dtype="bfloat16"), model, "cuda")
-    with pytest.raises(ValueError, match=r"^--top-logprobs 140 must be at most .*, 139; lower it$"):
-        check_engine(Config(top_logprobs=140, dtype="bfloat16"), model, "cuda")
+def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(model):
+    check_model(Config(top_logprobs=VOCAB), model, "cpu")
+    line = rf"^--top-logprobs {VOCAB + 1} must be at most .*, {VOCAB}; lower it$"
+    with pytest.raises(ValueError, match=line):
+        check_model(Config(top_logprobs=VOCAB + 1), model, "cpu")
 
 
 def test_sizes_of_heads_are_those_of_vllm():

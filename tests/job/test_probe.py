@@ -88,7 +88,7 @@ class Leader:
             self.pair.run(proxy.decode(*pair)) for pair in zip(tokens, lengths, strict=False)
         )
 
-    def bans_host_of(self, worker, problem):
+    def try_to_ban_host(self, worker, problem):
         return worker == JOINED
 
     def is_believed(self, worker):

@@ -16,7 +16,7 @@ from user_files import contents
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OPTIONS, ChangeableBy, Config, SwarmOptions
 from asyncrl.job.command_line import read_options
-from asyncrl.job.resume import find_checkpoint, resume_command
+from asyncrl.job.resume import find_checkpoint, resume_hint
 from asyncrl.runlog import manifest
 from asyncrl.runlog.manifest import (
     MANIFEST,
@@ -279,7 +279,7 @@ def read_steps(folder):
 def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monkeypatch):
     run = tmp_path / "my run"
     line = "nothing is saved yet; --save-every N saves on the way"
-    assert resume_command(None) == resume_command(run) == line
+    assert resume_hint(None) == resume_hint(run) == line
     only_weights = "step_20"
     for name in (f"step_4/{RESUME_FOLDER}", f"step_12/{RESUME_FOLDER}", only_weights):
         (run / "checkpoints" / name).mkdir(parents=True)
@@ -288,7 +288,7 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
     of_four = ["--nproc-per-node", "4", "--shutdown-timeout", "600"]
     for num_ranks, ranks in (("1", []), ("4", of_four)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
-        step, _, words = resume_command(run).partition(": ")
+        step, _, words = resume_hint(run).partition(": ")
         launcher, *options, program, resume, path = shlex.split(words)
         assert (step, options) == ("continue from step 12", ranks)
         assert (resume, path) == ("--resume", str(run))
@@ -296,20 +296,20 @@ def test_a_run_that_was_stopped_says_what_to_type_from_any_folder(tmp_path, monk
         assert Path(program).samefile(ROOT / "train_async.py")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     of_nodes = "continue from step 12: the torchrun command of each node, with --resume "
-    assert resume_command(run) == f"{of_nodes}{shlex.quote(str(run))}"
+    assert resume_hint(run) == f"{of_nodes}{shlex.quote(str(run))}"
     monkeypatch.delenv("GROUP_WORLD_SIZE")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    launcher, *options = shlex.split(resume_command(run).partition(": ")[2])
+    launcher, *options = shlex.split(resume_hint(run).partition(": ")[2])
     assert Path(launcher).name == "python" and options == [program, "--resume", str(run)]
 
 
 def test_a_run_that_was_stopped_on_nodes_that_share_no_folder_says_where_its_weights_are(tmp_path):
     run = tmp_path / "my run"
     (run / "checkpoints" / "step_4.tmp").mkdir(parents=True)
-    assert resume_command(run) == "nothing is saved yet; --save-every N saves on the way"
+    assert resume_hint(run) == "nothing is saved yet; --save-every N saves on the way"
     for step in (4, 12):
         (run / "checkpoints" / f"step_{step}").mkdir()
-    line = resume_command(run)
+    line = resume_hint(run)
     assert line.startswith(
         "only its weights are saved, by --save weights or because nodes share no --runs-dir; "
     )

@@ -140,7 +140,7 @@ def test_a_host_with_wrong_weights_is_shut_out_and_the_run_is_told_when_it_was_t
         problem = "does not have the trainer's weights"
         for name, has_another in (("gone", True), ("a", True), ("b", False)):
             (worker,) = run.workers_of(name)
-            assert run.controller.bans_host_of(worker, problem) == has_another
+            assert run.controller.try_to_ban_host(worker, problem) == has_another
             assert not run.controller.is_believed(worker)
         assert all(problem in str(host.end()) for host in (a, b))
 
