@@ -235,5 +235,9 @@ def _describe_error(error: BaseException, file: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and the text of an error on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split())[:MAX_REASON]
+    """Return the type and the text of an error on one line, even if its `__str__` raises."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error without a text"
+    return " ".join(f"{type(error).__name__}: {text}".removesuffix(": ").split())[:MAX_REASON]

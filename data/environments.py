@@ -1,7 +1,8 @@
 """Environments of several turns, through gymnasium's API: text in, text out.
 
 `reset(seed=…)` gives the first observation, `step(response)` the next one. Both depend only on the seed and the
-responses. `step` takes any text, so there are no spaces. Observations are short, because each stays in the context.
+responses. `step` takes any text, so `action_space` and `observation_space` are not set. Observations are short, because
+each stays in the context.
 """
 
 import re

@@ -44,7 +44,7 @@ class Problem:
 
 
 Candidate = tuple[str, Problem]
-"""A problem, after the text whose hash says which split it belongs to."""
+"""A text and a problem. The hash of the text decides the split of the problem."""
 
 
 class Task:

@@ -50,7 +50,7 @@ Rows = list[tuple[str, dict]]
 
 
 def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dict[str, Rows]:
-    """Rows by split (see split_of) of a local copy, or without one of a dataset of the hub.
+    """Return rows by split (see split_of): of the local copy at `path`, or of the hub's dataset if `path` is None.
 
     Raises ValueError if they cannot be read, in seconds also without a network. It says how to use a local copy.
     """

@@ -20,8 +20,8 @@ from typing import NoReturn
 import psutil
 
 GARBAGE_THRESHOLD = 10_000
-"""New objects between two garbage collections; Python's default is 700. It is set before torch and vLLM are imported.
-They make a million objects, and repeated collections took a tenth of the time."""
+"""New objects between two garbage collections; the default is 700, and 2,000 from Python 3.13 on. It is set before
+torch and vLLM are imported. They make a million objects, and repeated collections took a tenth of the time."""
 gc.set_threshold(GARBAGE_THRESHOLD)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
@@ -29,7 +29,7 @@ KEPT_BYTES, LARGEST_KEPT = 1 << 30, 32 << 20
 LONGEST_TMPDIR = 50
 """Bytes of the longest path. A folder (14) and a socket (37) are added, and a socket's path has at most 107."""
 FIRST_PARENT = os.getppid()
-"""Parent's pid at import. It is read now because an orphan gets a new parent before torch is imported."""
+"""Parent's pid at import. It is read now, because the parent can end while torch is imported."""
 STUCK_S = 4.0
 """Time that a rank has to begin its end after torchrun's signal."""
 # with torchrun's variables a child would take itself for a trainer rank

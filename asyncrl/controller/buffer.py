@@ -18,7 +18,7 @@ The proof of the bound: at t each resident group has v ≥ t − max_staleness. 
 2. Assignment: the first worker that gets a ticket of a group raises v to its own version (`note_assignment`). Later
    members need at least v (`needed_version_of_group`), and weights never become older. So no token is older than v.
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
-   stays (`too_late_after`). Under `drop` all other groups are dropped (`expired`).
+   stays (`too_late_after`). Under `drop` the groups that break the claim are dropped afterwards (`expired`).
 4. Check: `add` refuses a token older than v, and `find_batch` a group that breaks the claim. A mistake ends the run.
 
 With publish_delay K each announcement frees places as if K were 0. Only its weights, and so v, are K steps older.
@@ -123,8 +123,8 @@ class SampleBuffer:
 
         It is 0 while groups that start now would be too old for every later batch.
         """
-        # No group may start while more than ⌈α⌉ consumed batches, plus suspensions, are unannounced, as when an
-        # evaluation defers weights. From version K on, K is on both sides.
+        # A group may start while at most ⌈α⌉ consumed batches, plus the allowed suspensions, are unannounced. There are
+        # more while an evaluation defers weights. From version K on, K cancels in this comparison.
         if (
             self._is_bounded
             and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
@@ -303,7 +303,7 @@ class SampleBuffer:
     def free_consumed_places(self, trainer_version: int) -> None:
         """Free the places of all batches up to `trainer_version`: that of the newest Announcement.
 
-        It is up to `publish_delay` steps ahead of the announced weights, whose version is `admission_version`.
+        It is up to `publish_delay` steps ahead of the announced weights. Their version is `admission_version` or newer.
         """
         self._num_batches_at_announcement = trainer_version
 

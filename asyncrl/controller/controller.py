@@ -164,8 +164,12 @@ class Controller:
         worker.disconnect()
         lost = worker.awaited
         # from here on another Worker has its index, or none if it was of a joined host
-        self.workers.replace(worker)
-        self.journal.died(worker)
+        try:
+            self.workers.replace(worker)
+        finally:
+            self.journal.died(worker)  # also the death that ends the run
+        if worker.index < self.workers.num_workers:  # no joined host's
+            self.journal.started(worker.index)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(lost, key=lambda ticket: ticket.ticket_id, reverse=True):
             self.requeue_lost(ticket, worker.counts_as_attempt)
@@ -272,7 +276,8 @@ class Controller:
             self.admit_and_send()
             if self.config.colocate == "sleep":
                 self.finish_evaluations()
-                self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
+                with contextlib.suppress(RolloutEnded):  # the next batch raises it
+                    self.wait_until(self.workers.fall_asleep, "engines to fall asleep")
             return groups
 
     def is_idle(self) -> bool:
@@ -324,9 +329,10 @@ class Controller:
         self.announcements.send_to_workers(announcement)
         self.buffer.free_consumed_places(announcement.trainer_version)
         self.dispatcher.drop_expired()
-        tickets = (
-            self.ticket_source.for_evaluation(announcement.version) if announcement.evaluate else []
-        )
+        tickets = []
+        if announcement.evaluate:
+            with self._noting_end():
+                tickets = self.ticket_source.for_evaluation(announcement.version)
         if tickets:  # only the first node has held-out problems
             self.evaluation = Evaluation(announcement.version, len(tickets))
             self.dispatcher.enqueue(tickets, first=True)

@@ -22,8 +22,8 @@ from asyncrl.messages import Abort, Idle, IdleReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
 MIN_GROUPS = 20
-"""Fewest newest groups whose failed share is checked. If more groups may be outstanding, their number counts, because
-failed groups end earlier."""
+"""Least number of the newest groups whose failed share is checked. It is the number of outstanding groups if that is
+larger, because failed groups end earlier."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,10 @@ class Dispatcher:
             self.drop(group_id, "surplus")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group. Its problem is issued again unless it is the cause. So training includes slow problems."""
+        """Drop a group. Its problem is issued again, unless equal rewards or failures are the reason.
+
+        So training includes slow problems.
+        """
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
         if reason not in ("filtered", "failed"):

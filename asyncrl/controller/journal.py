@@ -40,14 +40,13 @@ class Journal:
         self._starts[worker] += 1
 
     def died(self, worker: Worker) -> None:
-        """Record that a worker has died. This node's workers start again. Until now a worker was in its last state."""
+        """Record that a worker has died. Until now it was in its last state."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.tickets)
         self.record_event("worker_died", worker=index, exit_code=exit_code, tickets=tickets)
         if index in self._ledgers:
             self._reporting.discard(index)
             self._enter(index, "restarting", self._clock())
-            self.started(index)
 
     def active(self, worker: int, report: ActivityReport | None) -> None:
         """Record a worker's report, if any."""

@@ -100,9 +100,9 @@ def ledger_metrics(counts: Counter[str]) -> Measured:
 
     `dropped/REASON_length_ratio` is the ratio of their mean response lengths. `dropped/REASON_reward_gap` is the
     difference of their mean rewards. Both are over finished members of dropped and of consumed groups.
-    `bias/*` is the mean of trained responses minus that of all trained or lost ones. An aborted one counts with its
-    tokens so far. Among responses with a token, the true difference of lengths is at most this one. Only some have a
-    reward.
+    `bias/*` is the mean of trained responses minus that of all trained or lost ones. An aborted response counts with
+    its tokens so far. So its length is too small, and the true difference of lengths is at most this metric. Responses
+    without a token are left out, and so are missing rewards.
     """
     measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
     measured["tokens/generated"] = Sum(counts["tokens_generated"])

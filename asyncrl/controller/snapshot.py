@@ -1,7 +1,7 @@
 """The snapshot: a node's rollout at one instant, in plain data, for a resume.
 
-Each problem that was handed out is resident, put back, or done: consumed, or dropped for good. The frontier counts
-problems that are done, not problems that were handed out.
+Each problem that was handed out is resident, put back, or done: consumed, or dropped for good. `next_problem` of
+TicketState counts problems that were handed out. So problems that are resident or put back are saved, too.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Tickets: the next problem, and its sampling seeds."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,12 +57,9 @@ class TicketSource:
 
     def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
         """Make the tickets of a new group, one for each member. Raises RolloutEnded if its prompt cannot be made."""
-        try:
+        with _value_error_ends_rollout():
             problem = self.prompts.train_problem(problem_index)
             tokens = self.prompts.tokens_of(problem, self.config)
-        except ValueError as error:
-            # a ValueError would blame the host whose message freed the place
-            raise RolloutEnded(str(error)) from error
         return [
             self._ticket(group_id, member, problem, tokens, min_version)
             for member in range(self.config.group_size + self.config.extra_members)
@@ -71,14 +70,18 @@ class TicketSource:
         self.state.put_back.append(problem_index)
 
     def for_evaluation(self, version: int) -> list[Ticket]:
-        """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`."""
-        return [
-            self._ticket(
-                group_id, member, problem, self.prompts.tokens_of(problem, self.config), version
-            )
-            for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
-            for member, problem in enumerate(self.prompts.eval_problems)
-        ]
+        """Make one ticket for each held-out problem, or two with --eval-greedy, to be sampled at `version`.
+
+        Raises RolloutEnded if a prompt cannot be made.
+        """
+        with _value_error_ends_rollout():
+            return [
+                self._ticket(
+                    group_id, member, problem, self.prompts.tokens_of(problem, self.config), version
+                )
+                for group_id in (EVALUATION_GROUP, GREEDY_GROUP)[: 1 + self.config.eval_greedy]
+                for member, problem in enumerate(self.prompts.eval_problems)
+            ]
 
     def issue_again(self, ticket: Ticket, counts_as_attempt: bool) -> Ticket:
         """Make the same ticket with a new id.
@@ -137,3 +140,12 @@ class TicketSource:
 
     def _seed_of(self, *stream: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, *stream]).generate_state(1)[0]) >> 1
+
+
+@contextlib.contextmanager
+def _value_error_ends_rollout() -> Iterator[None]:
+    """Raise RolloutEnded for a ValueError, which would blame the host whose message is handled."""
+    try:
+        yield
+    except ValueError as error:
+        raise RolloutEnded(str(error)) from error

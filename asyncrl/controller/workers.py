@@ -238,8 +238,9 @@ class Workers:
     def replace(self, worker: Worker) -> None:
         """Start another process for a dead worker.
 
-        Raises WorkerDied if no worker ever worked, if this one died too often, or if one ticket ended too many workers.
-        The error has exit code, log lines and first error.
+        Raises WorkerDied if it could not start, or ended by an error, before any trajectory arrived. Raises it also if
+        this worker died too often, or one ticket ended too many workers. The error has exit code, log lines and first
+        error.
         """
         worker.process.stop()
         report = worker.process.death_report()

@@ -4,7 +4,7 @@ memory      address space: MEMORY_BYTES beyond that of the template
 files       no byte is written (RLIMIT_FSIZE), 64 are open at most; with namespaces all file systems are read-only
 processes   not started (RLIMIT_NPROC; it does not bind root); with namespaces they end with the response
 network     no access with namespaces
-privileges  none by exec (no_new_privs); with namespaces no capability, and no other process can be seen or signalled
+privileges  none by exec (no_new_privs); with namespaces no capability, and no other process can be signalled
 time        the pool kills a process that takes too long; RLIMIT_CPU ends its descendants soon after
 
 A process of async functions keeps the network. It may open more files and start threads, and so processes; only the

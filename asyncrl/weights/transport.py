@@ -79,8 +79,7 @@ class Announcement:
 class Transport:
     """The calls of a transport. This class sends no weights; subclasses override some of its methods.
 
-    The controller's lock is held when `try_reserve_buffer`, `make_readable`, `can_read`, `acquire` and `release` are
-    called.
+    The controller's lock is held in all calls but `stage` and `close`, so they must return at once.
     """
 
     keeps_readable = True

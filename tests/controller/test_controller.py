@@ -3,6 +3,7 @@
 The walk's controller and workers are used. Their events are chosen, and the clock is moved by hand.
 """
 
+import dataclasses
 import functools
 import math
 import multiprocessing
@@ -88,9 +89,11 @@ def test_a_wait_has_all_its_time_after_a_worker_has_come(run, acts_at, ended_at,
 def test_a_worker_that_dies_too_often_or_before_it_has_worked_ends_the_run(
     run, monkeypatch, num_deaths, is_up, has_worked, exit_code, message
 ):
-    """Each one that starts on the trainer's GPU gets the memory that the trainer keeps."""
-    freed = []
+    """Each one that starts on the trainer's GPU gets the memory that the trainer keeps. Every death is recorded."""
+    freed, events = [], []
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append("all"))
+    journal = run.controller.journal
+    monkeypatch.setattr(journal, "record_event", lambda event, **fields: events.append(event))
     workers = run.controller.workers
     workers.have_worked = has_worked
     for death in range(num_deaths):
@@ -108,6 +111,8 @@ def test_a_worker_that_dies_too_often_or_before_it_has_worked_ends_the_run(
     with pytest.raises(WorkerDied, match=message):
         run.controller.wait_for_batch()
     assert worker.awaited == [] and run.controller.has_evaluated()
+    assert events.count("worker_died") == num_deaths
+    assert events.count("worker_started") == num_deaths - 1
 
 
 def test_a_ticket_with_which_too_many_workers_died_ends_the_run_although_others_end(
@@ -160,6 +165,24 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     assert sorted(trained + left) == [0, 1, 2] and len(trained) == 2
     assert state.tickets.put_back == [3] and state.tickets.next_problem == 4
     assert merge_nodes([run.controller.take_metrics()])["rollout/failed_responses"] == 0
+
+
+@pytest.mark.parametrize("run", [2], indirect=True)
+def test_a_held_out_problem_that_cannot_be_made_ends_the_run_with_the_next_batch(run):
+    """No host is blamed whose trajectory ended the evaluation before."""
+    tickets = run.controller.ticket_source
+    held_out = tickets.prompts.eval_problems
+
+    def encode(problem):
+        if problem in held_out:
+            raise ValueError("its template took too long")
+        return [2, 3]
+
+    tickets.prompts = dataclasses.replace(tickets.prompts, encode=encode)
+    begin_to_evaluate(run)
+    assert run.controller.evaluation is None
+    with pytest.raises(RolloutEnded, match="its template took too long"):
+        run.controller.wait_for_batch()
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)

@@ -191,6 +191,27 @@ def test_a_cancelled_caller_cancels_no_other_and_a_closed_pool_leaves_no_process
     wait_until(lambda: not processes_called("closed"))
 
 
+def test_a_caller_that_is_cancelled_while_its_process_is_forked_does_not_end_the_template():
+    async def ask() -> None:
+        pool = RewardPool("addition", EVALUATED, 60.0, 1, "forking")
+        assert await pool.score("", "1.0") == (1.0, {})
+        template, *scorers = processes_called("forking")
+        template.suspend()
+        for scorer in scorers:
+            scorer.kill()
+        caller = asyncio.create_task(pool.score("", "2.0"))
+        await asyncio.sleep(0.3)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        await asyncio.sleep(0.2)  # its end of the socket is closed by then
+        template.resume()
+        assert await pool.score("", "3.0") == (3.0, {})
+        assert processes_called("forking")[0].pid == template.pid
+        pool.close()
+
+    asyncio.run(ask())
+
+
 @needs_namespaces
 def test_files_network_and_other_processes_are_out_of_reach(outcomes, tmp_path):
     path = tmp_path / "file"

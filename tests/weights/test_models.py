@@ -55,7 +55,10 @@ def no_tokenizer(folder):
         (lambda folder: (folder / "config.json").unlink(), "its folder has no config.json"),
         (only_a_pickle, "no *.safetensors, and a pickle is not read"),
         (cut_weights, "model.safetensors is truncated or broken"),
-        (one_shard_of_two, "its folder lacks model-00002-of-00002.safetensors, and 0 more"),
+        (
+            one_shard_of_two,
+            "its folder lacks 1 of 2 files of weights, first model-00002-of-00002.safetensors;",
+        ),
         (no_tokenizer, "no tokenizer (tokenizer.json or the like)"),
     ],
 )
@@ -140,7 +143,7 @@ def test_what_is_cached_in_part_and_what_the_hub_says_are_in_one_line(tmp_path, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     put_parts(tmp_path, (*HUB_FILES, *SHARDS[:3]))
-    line = rf"^--model Name/Model: .* lacks {SHARDS[3]}, and 1 more .*the hub reports: no route to the hub; give"
+    line = rf"^--model Name/Model: .* lacks 2 of 5 .*, first {SHARDS[3]}; .*the hub reports: no route to the hub; give"
     with pytest.raises(ValueError, match=line):
         resolve_model("Name/Model", "gsm8k")
 
