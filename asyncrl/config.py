@@ -582,7 +582,7 @@ class Option:
     @property
     def flag(self) -> str:
         """The option on the command line, with dashes."""
-        return f"--{flag(self.name)}"
+        return flag_of(self.name)
 
     @property
     def text(self) -> str:
@@ -694,7 +694,7 @@ def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
         elif str(value) in SPLIT[name]:
             renamed |= SPLIT[name][str(value)]
         else:
-            raise ValueError(f"--{flag(name)} must be {' or '.join(SPLIT[name])}, got {value!r}")
+            raise ValueError(f"{flag_of(name)} must be {' or '.join(SPLIT[name])}, got {value!r}")
     return renamed
 
 
@@ -918,9 +918,9 @@ def is_environment(task: str) -> bool:
     return task in MULTI_TURN_TASKS or task.startswith("environment:")
 
 
-def flag(name: str) -> str:
-    """Return the name of an option on the command line, without the dashes before it."""
-    return name.replace("_", "-")
+def flag_of(name: str) -> str:
+    """Return an option's name on the command line, such as --async-ratio."""
+    return f"--{name.replace('_', '-')}"
 
 
 def with_home_folder(words: Iterable[str]) -> list[str]:
@@ -931,7 +931,7 @@ def with_home_folder(words: Iterable[str]) -> list[str]:
 
 def switch(name: str, is_on: bool) -> str:
     """Return the word of the command line that turns an option on or off."""
-    group, dot, field = flag(name).rpartition(".")
+    group, dot, field = flag_of(name).removeprefix("--").rpartition(".")
     return f"--{group}{dot}{'' if is_on else 'no-'}{field}"
 
 

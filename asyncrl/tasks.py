@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from asyncrl import user_code
-from asyncrl.config import Config, flag, read_arguments
+from asyncrl.config import Config, flag_of, read_arguments
 from data import TASKS
 from data.problem import Problem, Task, check_unicode
 
@@ -170,7 +170,7 @@ class UserTask(Task):
         except TimeoutError:
             raise ValueError(
                 f"--task {self._config.task}: {what} is not there after {limit_s:g} s; fix it, or "
-                f"raise --{flag(option)} if it is only slow"
+                f"raise {flag_of(option)} if it is only slow"
             ) from None
 
 

@@ -35,7 +35,7 @@ import tyro
 from asyncrl import user_code
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals, kill_with_sessions
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, flag, nearest, switch, with_home_folder
+from asyncrl.config import OPTIONS, Config, flag_of, nearest, switch, with_home_folder
 from asyncrl.job.choices import try_choices
 from asyncrl.job.command_line import read_options
 from scripts.grids import (
@@ -139,9 +139,9 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
         if isinstance(value, bool):
             words.append(switch(name, value))
         elif isinstance(value, list):
-            words += [f"--{flag(name)}", *value]
+            words += [flag_of(name), *value]
         else:
-            words.append(f"--{flag(name)}={value}")
+            words.append(f"{flag_of(name)}={value}")
     return [*words, *extra]
 
 
@@ -167,8 +167,8 @@ def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], common: C
     flags = {word.partition("=")[0].replace("_", "-") for word in extra}
     try:
         for name, value in values.items():
-            if f"--{flag(name)}" in flags and OPTIONS[name].value_in(common) != value:
-                raise ValueError(f"--{flag(name)} is the grid's; give it before --")
+            if flag_of(name) in flags and OPTIONS[name].value_in(common) != value:
+                raise ValueError(f"{flag_of(name)} is the grid's; give it before --")
         try_choices(config.checked())
     except ValueError as error:
         raise ValueError(f"cell {cell_name(cell)}: {error}") from None
@@ -187,19 +187,19 @@ def read_axes(arguments: Arguments) -> dict[str, list[str | list[str]]]:
     for name, values in axes.items():
         for value in values:
             if "," in value:
-                what = f"--{flag(name)} {value}: values are separated by blanks"
-                raise ValueError(f"{what}; write --{flag(name)} {value.replace(',', ' ')}")
+                what = f"{flag_of(name)} {value}: values are separated by blanks"
+                raise ValueError(f"{what}; write {flag_of(name)} {value.replace(',', ' ')}")
     for sweep in arguments.sweep:
         name, separator, text = sweep.partition("=")
         name = name.replace("-", "_")
         if not separator:
             raise ValueError(f"--sweep takes OPTION=V1|V2, as in lr=0.001|0.0003, got {sweep!r}")
         if name not in OPTIONS:
-            raise ValueError(f"--{flag(name)} is no option{nearest(name, OPTIONS)}")
+            raise ValueError(f"{flag_of(name)} is no option{nearest(name, OPTIONS)}")
         if name in ("algo", "seed", *axes):
             own = "--algos, --async-ratio, --publish-delay and --seeds are options of this script"
             what = f"has values already; sweep an option once, and {own}"
-            raise ValueError(f"--sweep {flag(name)} {what}")
+            raise ValueError(f"--sweep {flag_of(name)[2:]} {what}")
         values = text.split("|")
         axes[name] = [value.split() for value in values] if OPTIONS[name].is_list else values
     return axes

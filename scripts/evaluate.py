@@ -23,7 +23,7 @@ from asyncrl.config import (
     OPTIONS,
     ChangeableBy,
     Config,
-    flag,
+    flag_of,
     nearest,
     options_changeable_by,
     with_home_folder,
@@ -46,7 +46,7 @@ OF_EVALUATION = (
 
 def choose_options(model: str, words: list[str]) -> Config:
     """Return the options of an evaluation. Raises ValueError, in one line, for options that mean nothing to it."""
-    allowed = [f"--{flag(name)}" for name in OF_EVALUATION[1:]]
+    allowed = [flag_of(name) for name in OF_EVALUATION[1:]]
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in allowed:

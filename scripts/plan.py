@@ -21,7 +21,7 @@ from pathlib import Path
 import tyro
 
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import flag, with_home_folder
+from asyncrl.config import flag_of, with_home_folder
 from asyncrl.job.command_line import read_options
 from extras.planning import planner
 from extras.planning.plan import RUN_NAME, numbers, picture, why_worse
@@ -72,7 +72,7 @@ def plan(given: Arguments, options: list[str]) -> tuple[Plan, list[Plan], list[s
     config = read_options(options).checked()
     for name in ("prompt_tokens", "tokens_per_s"):
         if (value := getattr(given, name)) is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{flag(name)} must be above 0, got {value}")
+            raise ValueError(f"{flag_of(name)} must be above 0, got {value}")
     if given.workload and given.lengths:
         raise ValueError("--workload and --lengths both set the lengths of responses. Remove one.")
     if config.model == "tiny":

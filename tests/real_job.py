@@ -15,7 +15,7 @@ import psutil
 from programs import ROOT, wait_until
 
 from asyncrl.cluster.stacks import title
-from asyncrl.config import flag, switch
+from asyncrl.config import flag_of, switch
 from scripts.lines import read
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -126,7 +126,7 @@ def torchrun(num_ranks: int = 1) -> list[str]:
 def words_of(options: dict[str, object]) -> list[str]:
     """Words of the command line that give options their values."""
     return [
-        switch(name, value) if isinstance(value, bool) else f"--{flag(name)}={value}"
+        switch(name, value) if isinstance(value, bool) else f"{flag_of(name)}={value}"
         for name, value in options.items()
     ]
 

@@ -26,7 +26,7 @@ from asyncrl.config import (
     Config,
     Option,
     allowed_values,
-    flag,
+    flag_of,
     nearest,
     options_of,
     switch,
@@ -196,13 +196,13 @@ def _read_words(args: list[str] | None) -> dict[str, Any]:
     """
     args = with_home_folder(sys.argv[1:] if args is None else args)
     words = [_todays_word(word) for word in args if word not in ("-h", "--help")]
-    names = [flag(word.partition("=")[0]) for word in words]
+    names = [word.partition("=")[0].replace("_", "-") for word in words]
     for option in ALL_OPTIONS.values():
         if option.is_list and names.count(option.flag) > 1:
             raise ValueError(f"{option.flag} is given twice; put all its values behind one")
     # Only given options have a key: defaults that depend on other options are chosen later.
     # tyro is slow to describe all options.
-    kinds = {old: str for old in SPLIT if f"--{flag(old)}" in names} | {
+    kinds = {old: str for old in SPLIT if flag_of(old) in names} | {
         name: _text_type(option)
         for name, option in ALL_OPTIONS.items()
         if option.flag in names or switch(name, False) in names
@@ -216,7 +216,7 @@ def _read_words(args: list[str] | None) -> dict[str, Any]:
     for old in SPLIT.keys() & given.keys():
         new_options = with_new_names({old: given[old]}).items()
         new_words = " ".join(f"{OPTIONS[name].flag} {value}" for name, value in new_options)
-        print(f"warning: --{flag(old)} {given[old]} is {new_words} now", file=sys.stderr)
+        print(f"warning: {flag_of(old)} {given[old]} is {new_words} now", file=sys.stderr)
     return with_new_names(given)
 
 
@@ -310,9 +310,9 @@ def _read_config_file(path: str) -> dict[str, Any]:
         try:
             for name, new_value in with_new_names({key.replace("-", "_"): value}).items():
                 if name in ALL_OPTIONS.keys() - OPTIONS.keys():
-                    raise ValueError(f"--{flag(name)} belongs on the command line")
+                    raise ValueError(f"{flag_of(name)} belongs on the command line")
                 if name not in OPTIONS:
-                    raise ValueError(_unknown_option_error(f"--{flag(name)}"))
+                    raise ValueError(_unknown_option_error(flag_of(name)))
                 options[name] = _value_as_given(OPTIONS[name], new_value)
                 Config.from_dict({name: options[name]})
         except ValueError as error:

@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.config import Rule, flag
+from asyncrl.config import Rule, flag_of
 
 PACKAGES = {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}
 """The package of vLLM that has the parsers of an option."""
@@ -26,7 +26,7 @@ def _make_rule(option: str) -> Rule:
     names = parser_names(PACKAGES[option])
     return (
         lambda c: bool(names) and getattr(c, option) not in ("", *names),
-        f"--{flag(option)} {{c.{option}}} is none of vLLM's: {', '.join(names)}",
+        f"{flag_of(option)} {{c.{option}}} is none of vLLM's: {', '.join(names)}",
     )
 
 

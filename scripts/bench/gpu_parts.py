@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
-from asyncrl.config import Config, flag
+from asyncrl.config import Config, flag_of
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import sampling_params, worker_environment
 from asyncrl.trainer.policy import load_policy
@@ -229,7 +229,7 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
         "steps": JOB_STEPS, "eval_every": 0, "save_every": None, "runs_dir": folder, "run_name": "run", "lr": 1e-3,
         "optim.warmup_steps": 0,
     }  # fmt: skip
-    arguments = [f"--{flag(name)}={value}" for name, value in options.items()]
+    arguments = [f"{flag_of(name)}={value}" for name, value in options.items()]
     # No response earns anything; the decay moves the weights all the same.
     arguments += ["--optim.args", "weight_decay=50"]
     # Half of several GPUs train.
