@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCaus
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import Config
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy, load_policy
 
@@ -212,7 +212,7 @@ def make_config(model: str, **options) -> Config:
     return Config(**defaults | options)
 
 
-def load(config: Config, clock: TrainerClock | None = None) -> Policy:
+def load(config: Config, clock: TimeLedger | None = None) -> Policy:
     """The policy of config.model on the CPU; without a learning rate it has that of the tiny model."""
     config = replace(config, lr=config.lr or 1e-3)
     return load_policy(config, config.model, torch.device("cpu"), clock)

@@ -46,7 +46,7 @@ from asyncrl.messages import (
 )
 from asyncrl.records import Group, Ticket, Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
 
 
@@ -62,7 +62,7 @@ class Controller:
         workers: Workers,
         ticket_source: TicketSource,
         record_event: Callable[..., None],
-        clock: TrainerClock | None = None,
+        clock: TimeLedger | None = None,
         num_nodes: int = 1,
         state: ControllerState | None = None,
     ):
@@ -71,7 +71,7 @@ class Controller:
         `num_nodes` nodes share the groups of a step. A resumed run continues from `state`.
         """
         self.config, self.workers, self.ticket_source = config, workers, ticket_source
-        self.clock = clock or TrainerClock()
+        self.clock = clock or TimeLedger()
         self.buffer = self.buffer_class(config.for_node(num_nodes))
         self.dispatcher = self.dispatcher_class(config, workers, self.buffer, ticket_source)
         self.announcements = Announcements(workers)

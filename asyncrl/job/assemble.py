@@ -44,7 +44,7 @@ from asyncrl.job.resume import (
 )
 from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.advantage_choice import choose_estimator
 from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import choose_lr
@@ -65,7 +65,7 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     choose_loss(config)
     choose_estimator(config)
     on_end = ExitStack()
-    clock = TrainerClock()
+    clock = TimeLedger()
     try:
         _prepare_process(config, on_end)
         cluster = join(config, "cuda" if visible_gpus() else "cpu")

@@ -25,7 +25,7 @@ from asyncrl.job.probe import Probe
 from asyncrl.records import Group
 from asyncrl.runlog.manifest import Checkpoint
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.model import layers_of
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
@@ -48,7 +48,7 @@ class Rank:
     cluster: Cluster
     placement: Placement
     device: torch.device
-    clock: TrainerClock
+    clock: TimeLedger
     """States of this rank; each call of the loop enters its own."""
     on_end: ExitStack
     """Stops what was started, last first."""

@@ -1,7 +1,7 @@
 """The time ledger: each process is in exactly one state at any time, counted in whole nanoseconds.
 
-So the times of all states sum exactly to the time that passed. TRAINER_STATES and WORKER_STATES define the states. All
-but `unix_ns` is pure.
+So the times of all states sum exactly to the time that passed. TRAINER_STATES and WORKER_STATES define the states.
+Only the defaults of `now` and `clock` read the real clock.
 """
 
 import time
@@ -76,7 +76,7 @@ class TimeLedger:
         """Begin in the state "starting" at `now`, Unix ns."""
         self.total: Counter[str] = Counter()
         """Nanoseconds in each state until `until`."""
-        self.start = self.until = unix_ns() if now is None else now
+        self.until = unix_ns() if now is None else now
         self._spans: list[tuple[str, int, int]] = []
         self.state = "starting"
 
@@ -101,10 +101,6 @@ class TimeLedger:
         self.enter(self.state, now)
         spans, self._spans = self._spans, []
         return Account(tuple(spans))
-
-
-class TrainerClock(TimeLedger):
-    """The ledger of the trainer, on the real clock."""
 
 
 # Rollout workers

@@ -19,7 +19,7 @@ from algos.inputs import couples_tokens, gathered
 from algos.proximal import loglinear
 from asyncrl.config import Config
 from asyncrl.plugins import last_given
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.attention import attention_inputs
 from asyncrl.trainer.gae import estimate_step
@@ -70,7 +70,7 @@ class Policy(WholeWeights):
     reference: TokenLogprobs | None
     loss: Callable
     device: torch.device
-    clock: TrainerClock
+    clock: TimeLedger
     num_updates: int = 0
 
     def __post_init__(self) -> None:
@@ -388,7 +388,7 @@ def load_policy(
     config: Config,
     model_path: str,
     device: torch.device,
-    clock: TrainerClock | None = None,
+    clock: TimeLedger | None = None,
 ) -> Policy:
     """Load a model's folder on `device`, sharded over all ranks of the process group; collective.
 
@@ -401,4 +401,4 @@ def load_policy(
     reference = module if config.kl_coef > 0 else None
     if reference is not None and not config.lora_rank:
         reference = load_model(config, model_path, mesh, device, is_trained=False)
-    return Policy(config, model_path, module, reference, loss, device, clock or TrainerClock())
+    return Policy(config, model_path, module, reference, loss, device, clock or TimeLedger())

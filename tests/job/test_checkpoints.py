@@ -35,7 +35,7 @@ from asyncrl.job.publisher import LeadingPublisher
 from asyncrl.messages import Probed
 from asyncrl.runlog.manifest import Checkpoint, find_newest_checkpoint, list_checkpoints
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.splitting import distribute
 
@@ -70,7 +70,7 @@ def start(tmp_path, model, one_rank):
             checkpoint=resumed,
             on_end=ExitStack(),
             device=torch.device("cpu"),
-            clock=TrainerClock(),
+            clock=TimeLedger(),
             probe=Probe(config, saved),
             watch=NodeWatch(Cluster(), lambda: "no stacks"),
         )

@@ -11,7 +11,7 @@ from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.controller.failures import Failures
 from asyncrl.job.step_log import StepLog
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.weights.models import load_tokenizer, resolve_model
 
 RUN = SimpleNamespace(path=Path("runs/one"))
@@ -33,7 +33,7 @@ def test_a_run_whose_groups_all_had_equal_rewards_says_once_that_it_learns_nothi
 ):
     """Unless the advantage compares all rewards, and they differ between groups; a short run says so at its end."""
     config = Config(steps=len(shares), advantage=advantage)
-    log = StepLog(SimpleNamespace(config=config, clock=TrainerClock(), run=RUN))
+    log = StepLog(SimpleNamespace(config=config, clock=TimeLedger(), run=RUN))
     for step, share in enumerate(shares, start=1):
         rewards = {"reward/zero_variance_groups": share, "reward/mean": 0.0, "reward/std": std}
         log.warn_of_equal_rewards(step, rewards)
@@ -51,7 +51,7 @@ def test_a_run_whose_first_responses_hardly_end_says_once_what_ends_one(shares, 
     config = Config(groups_per_step=10, group_size=4, max_response_tokens=17)
     rank = SimpleNamespace(
         config=config,
-        clock=TrainerClock(),
+        clock=TimeLedger(),
         run=RUN,
         model_path=MODEL,
         tokenizer=load_tokenizer(MODEL),
@@ -77,7 +77,7 @@ def test_the_speed_of_a_run_is_also_that_of_each_of_its_gpus():
         place(Config(), 0, 8, 1).num_gpus,
     ] == [8, 1, 0]
     assert place(Config(rollout_tp=2), 7, 64, 4).num_gpus == 6, "one GPU is idle"
-    rank = SimpleNamespace(config=Config(), clock=TrainerClock(), cluster=Cluster())
+    rank = SimpleNamespace(config=Config(), clock=TimeLedger(), cluster=Cluster())
     log = StepLog(rank)
     log.last_metrics = {"tokens/generated": 3000}
     metrics = {"tokens/generated": 4000, "time/step_s": 2.0}
@@ -95,7 +95,7 @@ def test_failures_are_reported_while_they_are_more_than_a_few(num_nodes, where, 
     failures = Failures()
     controller = SimpleNamespace(failures=lambda: replace(failures, reasons={**failures.reasons}))
     cluster = SimpleNamespace(num_nodes=num_nodes, node=1, name="node {} (h)".format)
-    log = StepLog(SimpleNamespace(controller=controller, cluster=cluster, clock=TrainerClock()))
+    log = StepLog(SimpleNamespace(controller=controller, cluster=cluster, clock=TimeLedger()))
     for num_failed in (0, 5, 0, 1):
         for number in range(100):
             failures.count("judge is down" if number < num_failed else "")

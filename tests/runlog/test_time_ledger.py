@@ -32,7 +32,7 @@ def test_accounts_follow_on_each_other_and_say_every_nanosecond_what_was_done():
     account = ledger.take(start + len(states))
     spans += account.spans
     assert [name for name, begin, end in spans for _ in range(end - begin)] == states
-    assert spans[0][1] == ledger.start == start and ledger.until == start + len(states)
+    assert spans[0][1] == start and ledger.until == start + len(states)
     assert all(before[2] == after[1] for before, after in itertools.pairwise(spans))
     assert total + account.spent == ledger.total == Counter(states)
 

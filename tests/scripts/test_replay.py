@@ -17,7 +17,7 @@ from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
 from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.batch import share_batch
 from asyncrl.trainer.policy import NotFinite
 from asyncrl.trainer.weight_files import save_weights
@@ -43,7 +43,7 @@ def config(model, tmp_path):
 @pytest.fixture
 def recording(config):
     """The run, recorded."""
-    rank = make_leader(config, TrainerClock())
+    rank = make_leader(config, TimeLedger())
     for step in range(1, NUM_STEPS + 1):
         rank.on_batch(step, make_groups(step))
     rank.run.close()
@@ -64,7 +64,7 @@ def make_leader(config, clock):
 def replay_to_end(recording, name, *options):
     """Replay in this process; return the metrics without the times, and the fingerprint of the last weights."""
     config = choose_options(recording, [f"--run-name={name}", *options])
-    clock = TrainerClock()
+    clock = TimeLedger()
     rank = make_leader(config, clock)
     train(recording, rank, load(config, clock), rank.run)
     rank.run.close()
@@ -104,7 +104,7 @@ def test_a_replay_gives_the_bits_of_the_run_itself_and_another_loss_other_weight
 
 def test_a_step_that_is_not_finite_is_kept_and_fails_again_in_a_replay_in_the_same_way(config):
     config = replace(config, steps=9, record=False)
-    rank = make_leader(config, TrainerClock())
+    rank = make_leader(config, TimeLedger())
     policy, groups = load(config, rank.clock), make_groups(4)
     train_by_hand(policy, (1, 2, 3))
     for group in groups:

@@ -12,7 +12,7 @@ from algos import ADVANTAGES, LOSSES
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import AdvantageOptions, Config
 from asyncrl.records import Group
-from asyncrl.runlog.time_ledger import TrainerClock
+from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.aggregation import UpdateTotals, token_weights
 from asyncrl.trainer.batch import check_segments, sequences_by_minibatch, share_batch
 from asyncrl.trainer.lag_stats import staleness_metrics
@@ -111,7 +111,7 @@ def test_a_leader_deals_its_updates_to_its_ranks_and_a_follower_has_nothing_to_d
 
     policy = SimpleNamespace(
         config=config,
-        clock=TrainerClock(),
+        clock=TimeLedger(),
         module=SimpleNamespace(layout="row_each"),
         split_over_ranks=split_over_ranks,
         loss=LOSSES["grpo"],
@@ -191,7 +191,7 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
     mixed = [*groups, groups[1], Group(7, (replace(late, segment_lengths=(2, 2)),))]
     policy = SimpleNamespace(
         config=Config(minibatches=2),
-        clock=TrainerClock(),
+        clock=TimeLedger(),
         module=SimpleNamespace(layout="row_each"),
         split_over_ranks=split_evenly,
         loss=LOSSES["grpo"],
