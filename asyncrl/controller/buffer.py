@@ -211,11 +211,8 @@ class SampleBuffer:
                 f"{who} has a token of version {oldest}, but its group was assigned at version {start}"
             )
 
-    def fails_group(self, trajectory: Trajectory) -> bool:
-        """Count a failed trajectory. Return whether its group must now be dropped.
-
-        That is false for a group that was dropped or has finished.
-        """
+    def count_failure(self, trajectory: Trajectory) -> bool:
+        """Count a failed trajectory. Return whether its group must now be dropped."""
         self.ledger.lose(trajectory, self._fate_of_later_members.get(trajectory.group_id, "failed"))
         resident = self.residents.get(trajectory.group_id)
         if resident is None or self._is_finished(resident):

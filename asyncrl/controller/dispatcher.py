@@ -53,7 +53,7 @@ class Dispatcher:
             return
         self._count_response(trajectory.failure)
         if trajectory.finish_reason == "failed":
-            if self.buffer.fails_group(trajectory):
+            if self.buffer.count_failure(trajectory):
                 self.on_failed_group(trajectory)
         elif group := self.buffer.add(trajectory):
             if self.config.drop_zero_variance and np.ptp(group.rewards) == 0:

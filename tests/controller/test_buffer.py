@@ -106,7 +106,7 @@ def test_trained_responses_are_compared_with_all_that_were_trained_or_lost():
     buffer.consume([0])
     assert bias() == {"bias/length_trained_minus_drawn": 0, "bias/reward_trained_minus_drawn": 0}
     buffer.count_aborted(response(0, 2, 5, nan, "aborted"))
-    assert not buffer.fails_group(response(1, 1, 2, nan, "failed"))
+    assert not buffer.count_failure(response(1, 1, 2, nan, "failed"))
     buffer.drop(1, "stale")
     buffer.count_aborted(response(1, 1, 0, nan, "aborted"))
     buffer.add(response(1, 2, 6, 0.0))
