@@ -97,7 +97,7 @@ class Controller:
         """Start all workers. Return at once."""
         with self.lock:
             for index in range(self.workers.num_workers):
-                self.journal.started(index)
+                self.journal.record_start(index)
             self.workers.launch(self.on_message, self._on_thread_ended)
 
     def _on_thread_ended(self, _) -> None:
@@ -133,25 +133,25 @@ class Controller:
                     )
                     self.announcements.on_ready(worker)
                 case Finished(trajectories, activity):
-                    self.journal.active(worker.index, activity)
+                    self.journal.record_activity(worker.index, activity)
                     for trajectory in self.dispatcher.finish_tickets(worker, trajectories):
                         self._on_trajectory(trajectory)
                     self.dispatcher.drop_expired()
                 case Receiving():
                     worker.transport.send(worker.index, worker.loading.staged)
                 case WeightsLoaded():
-                    self.journal.loaded(worker.index, message, worker.loading.made_at)
+                    self.journal.record_loading(worker.index, message, worker.loading.made_at)
                     self.buffer.ledger.generate(message.sampled.discarded, "discarded")
                     self.announcements.on_loaded(worker)
                 case Asleep():
                     worker.state = "asleep"
                 case Probed():
-                    self.journal.probed(worker.index, message)
+                    self.journal.record_probe(worker.index, message)
                 case InFlight():
                     worker.owes_progress = False
                     worker.in_flight = message
                 case Stopped(activity):
-                    self.journal.active(worker.index, activity)
+                    self.journal.record_activity(worker.index, activity)
                 case _:
                     self.dispatcher.on_message(worker, message)
             self.admit_and_send()
@@ -167,9 +167,9 @@ class Controller:
         try:
             self.workers.replace(worker)
         finally:
-            self.journal.died(worker)  # also the death that ends the run
+            self.journal.record_death(worker)  # also the death that ends the run
         if worker.index < self.workers.num_workers:  # no joined host's
-            self.journal.started(worker.index)
+            self.journal.record_start(worker.index)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(lost, key=lambda ticket: ticket.ticket_id, reverse=True):
             self.requeue_lost(ticket, worker.counts_as_attempt)
@@ -182,7 +182,7 @@ class Controller:
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True
-        self.journal.trajectory(trajectory)
+        self.journal.record_trajectory(trajectory)
         if not trajectory.is_evaluation:
             with self._noting_end():
                 self.dispatcher.add(trajectory)

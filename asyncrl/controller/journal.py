@@ -32,14 +32,14 @@ class Journal:
 
     # The life of workers
 
-    def started(self, worker: int) -> None:
+    def record_start(self, worker: int) -> None:
         """Record that a worker's process is started, perhaps again."""
         if worker not in self._ledgers:
             self._ledgers[worker] = TimeLedger(self._clock())
         self.record_event("worker_started", worker=worker, attempt=self._starts[worker])
         self._starts[worker] += 1
 
-    def died(self, worker: Worker) -> None:
+    def record_death(self, worker: Worker) -> None:
         """Record that a worker has died. Until now it was in its last state."""
         index = worker.index
         exit_code, tickets = worker.process.exit_code, len(worker.tickets)
@@ -48,7 +48,7 @@ class Journal:
             self._reporting.discard(index)
             self._enter(index, "restarting", self._clock())
 
-    def active(self, worker: int, report: ActivityReport | None) -> None:
+    def record_activity(self, worker: int, report: ActivityReport | None) -> None:
         """Record a worker's report, if any."""
         if report is None:
             return
@@ -68,12 +68,12 @@ class Journal:
 
     # Results of workers
 
-    def trajectory(self, trajectory: Trajectory) -> None:
+    def record_trajectory(self, trajectory: Trajectory) -> None:
         self.record_event("trajectory", **_summary(trajectory))
 
-    def loaded(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
+    def record_loading(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
         """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
-        self.active(worker, message.activity)
+        self.record_activity(worker, message.activity)
         sampled = message.sampled
         self._measured.append(
             {
@@ -92,7 +92,7 @@ class Journal:
             broadcast_s=broadcast_s,
         )
 
-    def probed(self, worker: int, message: Probed) -> None:
+    def record_probe(self, worker: int, message: Probed) -> None:
         """Record a worker's scores of the probe."""
         self._probes.setdefault(message.version, {})[worker] = message
 

@@ -18,7 +18,7 @@ class JournalAt(Journal):
     def __init__(self):
         self.events = []
         super().__init__(self.note, lambda: self.now)
-        self.started(0)
+        self.record_start(0)
 
     def note(self, event, **fields):
         self.events.append((event, fields))
@@ -28,10 +28,12 @@ class JournalAt(Journal):
         return dict(self.take_time())
 
     def report(self, until, *changes, worker=0):
-        self.active(worker, ActivityReport(tuple((*change, "") for change in changes), until))
+        self.record_activity(
+            worker, ActivityReport(tuple((*change, "") for change in changes), until)
+        )
 
     def die(self):
-        self.died(Worker(0, SimpleNamespace(exit_code=3)))
+        self.record_death(Worker(0, SimpleNamespace(exit_code=3)))
 
 
 def test_what_a_worker_reports_counts_and_before_and_between_its_lives_the_controllers_clock():
@@ -41,7 +43,7 @@ def test_what_a_worker_reports_counts_and_before_and_between_its_lives_the_contr
     # later than 130 is not known yet
     assert journal.time_at(200) == {"starting": 30, "gated": 20, "decoding": 30}
     journal.report(190)
-    journal.started(1)
+    journal.record_start(1)
     journal.report(210, (202, "decoding"), worker=1)
     assert journal.time_at(205) == {"decoding": 60 + 8, "starting": 2}, "workers are summed"
     journal.die()
@@ -64,7 +66,7 @@ def test_what_workers_report_becomes_metrics_of_their_moments_and_times_together
     journal = JournalAt()
     assert merge_nodes([journal.take_metrics()]) == {"rollout/discarded_tokens": 0}
     for pause_s, sampled in ((0.1, SampledTokens(30, 10, 5)), (0.3, SampledTokens(10, 0, 0))):
-        journal.loaded(0, WeightsLoaded(1, pause_s, sampled, None), made_at=0.0)
+        journal.record_loading(0, WeightsLoaded(1, pause_s, sampled, None), made_at=0.0)
     assert [fields["pause_s"] for event, fields in journal.events if event == "update"] == [
         0.1,
         0.3,
