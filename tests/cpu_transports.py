@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-import asyncrl.weights.ipc
+import asyncrl.weights.packed
 from asyncrl.weights.ipc import IpcTransport
 from asyncrl.weights.nccl import NcclTransport
 from asyncrl.weights.shm import ShmTransport
@@ -38,7 +38,7 @@ def map_shared(path, size, start, length, *rest):
 
 def patch_ipc(patch, chunk_bytes):
     """Have ipc go through shared host memory, in chunks of so many bytes."""
-    patch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr(asyncrl.weights.packed, "CHUNK_BYTES", chunk_bytes)
     patch.setattr(reductions, "reduce_tensor", share)
     patch.setattr(reductions, "rebuild_cuda_tensor", map_shared)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
@@ -92,7 +92,7 @@ def patch_nccl(patch, chunk_bytes):
     from vllm.distributed.device_communicators import pynccl
 
     patch.setattr(pynccl, "PyNcclCommunicator", Communicator)
-    patch.setattr(asyncrl.weights.ipc, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr(asyncrl.weights.packed, "CHUNK_BYTES", chunk_bytes)
     patch.setattr("asyncrl.weights.nccl.CHUNK_BYTES", chunk_bytes)
     patch.setattr(torch.cuda, "set_device", lambda device: None)
     patch.setattr(torch.cuda, "Stream", Stream)

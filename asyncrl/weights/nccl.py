@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
-from asyncrl.weights.ipc import CHUNK_BYTES, Packed
+from asyncrl.weights.packed import CHUNK_BYTES, Packed
 from asyncrl.weights.transport import BufferedTransport, ParameterSpec, Staged, Weights, layout
 
 ADDRESS = "127.0.0.1"

@@ -15,31 +15,11 @@ from asyncrl.weights.transport import (
     Weights,
     copy_parameters,
     layout,
+    parameter_views,
+    payload_bytes,
 )
 
-ALIGNMENT = 64  # bytes: each parameter begins at a multiple
 HEADER_BYTES = 4096  # one page; it begins with the version, int64
-
-
-def slot_bytes(specs: list[ParameterSpec], alignment: int = ALIGNMENT) -> list[int]:
-    """Return the bytes of each parameter in a payload, rounded up to multiples of `alignment`."""
-    return [-(-spec.num_bytes // alignment) * alignment for spec in specs]
-
-
-def payload_bytes(specs: list[ParameterSpec]) -> int:
-    """Return the size of a payload. It has all parameters one after the other."""
-    return sum(slot_bytes(specs))
-
-
-def parameter_views(
-    payload: torch.Tensor, specs: list[ParameterSpec], alignment: int = ALIGNMENT
-) -> list[tuple[str, torch.Tensor]]:
-    """Return views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
-    slots = payload.split(slot_bytes(specs, alignment))
-    return [
-        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
-        for spec, slot in zip(specs, slots, strict=True)
-    ]
 
 
 def lock_pages(memory: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 A policy's are lazy: all ranks gather a value together when each of them takes it from its iterator.
 """
+ALIGNMENT = 64
+"""Bytes. Each parameter of a payload begins at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,27 @@ def specs_of(
     """Return the parameters of a `layout`, its inverse."""
     dtypes = [getattr(torch, dtype_name) for dtype_name in dtype_names]
     return list(map(ParameterSpec, names, dtypes, map(tuple, shapes)))
+
+
+def slot_bytes(specs: list[ParameterSpec], alignment: int = ALIGNMENT) -> list[int]:
+    """Return the bytes of each parameter in a payload, rounded up to multiples of `alignment`."""
+    return [-(-spec.num_bytes // alignment) * alignment for spec in specs]
+
+
+def payload_bytes(specs: list[ParameterSpec]) -> int:
+    """Return the size of a payload. It has all parameters one after the other."""
+    return sum(slot_bytes(specs))
+
+
+def parameter_views(
+    payload: torch.Tensor, specs: list[ParameterSpec], alignment: int = ALIGNMENT
+) -> list[tuple[str, torch.Tensor]]:
+    """Return views of a [bytes] uint8 payload as the parameters of `specs`, in order, each with its name."""
+    slots = payload.split(slot_bytes(specs, alignment))
+    return [
+        (spec.name, slot[: spec.num_bytes].view(spec.dtype).view(spec.shape))
+        for spec, slot in zip(specs, slots, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from asyncrl.weights.shm import lock_pages, parameter_views, payload_bytes
-from asyncrl.weights.transport import ParameterSpec, Staged, Transport, copy_parameters, layout
+from asyncrl.weights.shm import lock_pages
+from asyncrl.weights.transport import (
+    ParameterSpec,
+    Staged,
+    Transport,
+    copy_parameters,
+    layout,
+    parameter_views,
+    payload_bytes,
+)
 from extras.swarm.delta import Snapshot, compute_digest, encode_delta
 from extras.swarm.snapshots import SnapshotWriter
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from asyncrl.engine.rewards import one_line
-from asyncrl.weights.shm import parameter_views, payload_bytes
-from asyncrl.weights.transport import specs_of
+from asyncrl.weights.transport import parameter_views, payload_bytes, specs_of
 from extras.swarm.delta import Snapshot, apply_delta, compute_digest
 from extras.swarm.snapshots import read_snapshot
 from extras.swarm.wire import Piece, Pull

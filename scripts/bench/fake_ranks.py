@@ -21,7 +21,7 @@ from asyncrl.cluster.placement import place
 from asyncrl.config import Config
 from asyncrl.trainer.policy import load_policy
 from asyncrl.trainer.splitting import distribute
-from asyncrl.weights.ipc import Packed
+from asyncrl.weights.packed import Packed
 from extras.planning.dry_run import read_pool
 from extras.planning.fit import first_that_fits
 from extras.planning.memory import (
