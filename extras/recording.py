@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from asyncrl.plugins import Plugin
 from asyncrl.records import Group
 from asyncrl.runlog.header import read_header, write_header
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.plain import decode, encode
+from asyncrl.weights.models import weights_sha256
 
 # These import torch and transformers for seconds, and every command line imports this file.
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from asyncrl.config import (
 )
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import read_checked_header
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.time_ledger import Account
 from asyncrl.user_code import run_name_part
+from asyncrl.weights.models import weights_sha256
 from extras.recording import batch_path, read_batch
 
 

@@ -34,7 +34,8 @@ from tiny_policy import save_base_qwen3
 from user_files import write_jsonl
 
 from asyncrl.runlog.header import read_header
-from asyncrl.runlog.manifest import find_newest_checkpoint, weights_sha256
+from asyncrl.runlog.manifest import find_newest_checkpoint
+from asyncrl.weights.models import weights_sha256
 from extras.planning.advice import advice_of
 from scripts.lines import read
 

@@ -7,7 +7,7 @@ import pytest
 from real_job import ROOT, assert_ledger_balances, start_nodes
 
 from asyncrl.controller.tickets import IDS_PER_NODE
-from asyncrl.runlog.manifest import read_run_id
+from asyncrl.runlog.header import read_run_id
 from scripts.lines import read
 
 pytestmark = pytest.mark.e2e

@@ -36,10 +36,10 @@ from asyncrl.runlog.manifest import (
     find_newest_checkpoint,
     list_checkpoints,
     parse_step,
-    weights_sha256,
 )
 from asyncrl.runlog.plain import decode
 from asyncrl.user_code import with_absolute_paths
+from asyncrl.weights.models import weights_sha256
 
 # Options
 

@@ -42,6 +42,11 @@ def read_header(run: Path) -> dict:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
+def read_run_id(run: Path) -> str | None:
+    """Return the id in run.json of a run or of a node's folder; None if older code has written it."""
+    return read_header(run).get("run_id")
+
+
 def write_header(path: Path, header: dict, resumed_from: int | None) -> None:
     """Write run.json.
 

@@ -4,17 +4,16 @@ It has facts on the checkpoint, and the digest of every other file. So a truncat
 No file is unpickled here.
 """
 
-import hashlib
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
-from asyncrl.runlog.header import read_header
+from asyncrl.runlog.disk_files import remove
+from asyncrl.runlog.header import read_run_id
 
 FORMAT = 10
 """Format of checkpoints. Other formats are not read."""
@@ -135,41 +134,13 @@ def _read_manifest(checkpoint: Path, run: Path) -> dict:
     return facts | {"nodes": [NodeFacts(**node) for node in facts["nodes"]]}
 
 
-def read_run_id(run: Path) -> str | None:
-    """Return the id in run.json of a run or of a node's folder; None if older code has written it."""
-    return read_header(run).get("run_id")
-
-
 def hash_file(file: Path) -> str:
     """Return the BLAKE3 of a file."""
     return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
-def weights_sha256(model_path: str) -> str:
-    """Return the SHA-256 of the names and contents of a model folder's weight files."""
-    files = sorted(
-        file for pattern in ("*.safetensors", "*.bin") for file in Path(model_path).glob(pattern)
-    )
-    digest = hashlib.sha256()
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(
-                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
-            )
-    return digest.hexdigest()
-
-
 def _hash_manifest(manifest: dict) -> str:
     return blake3(json.dumps(manifest).encode()).hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def parse_step(path: Path) -> int:
@@ -198,11 +169,3 @@ def clear_torn_checkpoints(checkpoint: Checkpoint) -> None:
             path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
         elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
             remove(path)
-
-
-def remove(path: Path) -> None:
-    """Delete a folder with its files, a file, or a link without its target. The path does not have to exist."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.plugins import last_given
-from asyncrl.runlog.header import make_header, write_header
-from asyncrl.runlog.manifest import ResumePoint, read_run_id
+from asyncrl.runlog.header import make_header, read_run_id, write_header
+from asyncrl.runlog.manifest import ResumePoint
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.user_code import run_name_part, with_absolute_paths, with_copied_files
 

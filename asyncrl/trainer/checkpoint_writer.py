@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from asyncrl.cluster.stacks import dump_stacks
+from asyncrl.runlog.disk_files import flush
 from asyncrl.runlog.manifest import (
     HELD_BACK,
     KEPT_TO_RESUME,
     RESUME_FOLDER,
     NodeFacts,
-    flush,
     list_checkpoints,
     parse_step,
     write_manifest,

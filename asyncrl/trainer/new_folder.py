@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncrl.cluster.cluster import gather_from_ranks
-from asyncrl.runlog.manifest import flush, remove
+from asyncrl.runlog.disk_files import flush, remove
 
 
 @contextlib.contextmanager

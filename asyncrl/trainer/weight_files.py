@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.trainer import lora
 from asyncrl.trainer.model import named_persistent_buffers, trained_names
 from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import gather
-from asyncrl.weights.models import read_headers
+from asyncrl.weights.models import read_headers, weights_sha256
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy

@@ -1,6 +1,7 @@
 """The folder of `--model`: in this repository, any local folder, or from the Hugging Face hub."""
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -144,6 +145,20 @@ def read_headers(folder: str) -> dict[str, tuple[str, list[int]]]:
                 f"--model: {path} is truncated or broken ({error}); fetch it again"
             ) from None
     return headers
+
+
+def weights_sha256(model_path: str) -> str:
+    """Return the SHA-256 of the names and contents of a model folder's weight files."""
+    files = sorted(
+        file for pattern in ("*.safetensors", "*.bin") for file in Path(model_path).glob(pattern)
+    )
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
+    return digest.hexdigest()
 
 
 def num_parameters(folder: str) -> int:

@@ -18,6 +18,7 @@ from asyncrl.config import OPTIONS, ChangeableBy, Config, SwarmOptions
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import find_checkpoint, resume_hint
 from asyncrl.runlog import manifest
+from asyncrl.runlog.header import read_run_id
 from asyncrl.runlog.manifest import (
     MANIFEST,
     RESUME_FOLDER,
@@ -27,7 +28,6 @@ from asyncrl.runlog.manifest import (
     clear_torn_checkpoints,
     find_newest_checkpoint,
     parse_step,
-    read_run_id,
     write_manifest,
 )
 from asyncrl.runlog.run_directory import RunDirectory

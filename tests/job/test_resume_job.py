@@ -24,7 +24,9 @@ from real_job import (
 )
 from user_files import contents
 
-from asyncrl.runlog.manifest import find_newest_checkpoint, read_run_id, weights_sha256
+from asyncrl.runlog.header import read_run_id
+from asyncrl.runlog.manifest import find_newest_checkpoint
+from asyncrl.weights.models import weights_sha256
 from scripts.lines import read
 
 OPTIONS = {

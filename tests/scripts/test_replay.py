@@ -15,12 +15,12 @@ from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config, OptimOptions
 from asyncrl.job.checkpoints import Checkpoints
 from asyncrl.job.node import Leader
-from asyncrl.runlog.manifest import weights_sha256
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.trainer.batch import share_batch
 from asyncrl.trainer.policy import NotFinite
 from asyncrl.trainer.weight_files import save_weights
+from asyncrl.weights.models import weights_sha256
 from scripts import runs
 from scripts.replay import Recording, choose_options, train
 
