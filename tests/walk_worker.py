@@ -91,8 +91,11 @@ class WatchedWorker(FakeWorker):
 
     def stop(self, timeout_s=0): ...
 
+    def death_line(self):
+        return f"worker {self.index} was killed"
+
     def death_report(self):
-        return f"worker {self.index} was killed; it"
+        return f"{self.death_line()}; it"
 
     # Events
 

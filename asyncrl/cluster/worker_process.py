@@ -90,7 +90,12 @@ class WorkerProcess:
         self.process.join()
 
     def death_report(self) -> str:
-        """Return which process died, how and why, if known, and the last lines of the log."""
+        """Return the death line, and the last lines of the log."""
+        shown = "".join(f"\n  | {line}" for line in self._log_lines()[-LOG_LINES_SHOWN:])
+        return f"{self.death_line()}; its last log lines, from {self._log_path}:{shown}"
+
+    def death_line(self) -> str:
+        """Return which process died, how and why, if known."""
         code = self.exit_code
         if code is None:
             how = "is still running and did not answer"
@@ -98,10 +103,12 @@ class WorkerProcess:
             how = f"killed by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code}"
-        log = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        shown = "".join(f"\n  | {line}" for line in log[-LOG_LINES_SHOWN:])
         who = f"{self.process.name} (pid {self.process.pid})"
-        return f"{who} {how}{cause_in(log)}; its last log lines, from {self._log_path}:{shown}"
+        return f"{who} {how}{cause_in(self._log_lines())}"
+
+    def _log_lines(self) -> list[str]:
+        """Return what this process has written to its log."""
+        return self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
 
 
 def cause_in(log: list[str]) -> str:

@@ -258,7 +258,7 @@ class Workers:
         if self.placement.workers[worker.index].shared_with_rank is not None:
             torch.cuda.empty_cache()  # the engine needs memory that the trainer's last step used
         print(
-            f"warning: {report.partition('; its last log')[0]}; its {len(worker.tickets)} tickets are issued again",
+            f"warning: {worker.process.death_line()}; its {len(worker.tickets)} tickets are issued again",
             flush=True,
         )
         num_restarts = worker.num_restarts_since_ticket + 1

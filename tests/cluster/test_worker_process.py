@@ -111,7 +111,8 @@ def test_a_worker_that_fails_beside_its_engine_ends_at_once_and_its_log_says_why
         worker.process.join(timeout=60)
         worker.stop()
     assert told == [None] and worker.exit_code == 1
-    assert "FileNotFoundError: words.json" in worker.death_report()
+    assert worker.death_line().endswith("exited with code 1: FileNotFoundError: words.json")
+    assert worker.death_report().startswith(f"{worker.death_line()}; its last log lines, from ")
 
 
 CONSEQUENCE = "ERROR 11-28 [core.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."

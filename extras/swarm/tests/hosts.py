@@ -173,8 +173,10 @@ class ThreadProcess:
 
     def stop(self, timeout_s=0): ...
 
-    def death_report(self):
+    def death_line(self):
         return "the engine has died"
+
+    death_report = death_line
 
 
 class Far(JoinedHost):
