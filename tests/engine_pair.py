@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tiny_policy import load
 
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
+from asyncrl.engine.in_flight import output_so_far
 from asyncrl.engine.proxy import LLMProxy
-from asyncrl.engine.vllm_setup import output_so_far, worker_environment
+from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.weights.shm import ShmTransport
 

@@ -5,7 +5,6 @@ import asyncio
 from asyncrl.engine.completion import Request, read_completion
 from asyncrl.engine.episode import Episode
 from asyncrl.engine.proxy import LLMProxy, engine_ids_of
-from asyncrl.engine.vllm_setup import output_so_far, request_states
 from asyncrl.messages import InFlight
 from asyncrl.records import Completion
 
@@ -45,3 +44,19 @@ def _read_response(proxy: LLMProxy, episode: Episode) -> Completion | None:
     num_top = proxy.config.top_logprobs
     parts = [*request.parts, *(read_completion(output, num_top) for output in outputs)]
     return Request(parts=parts).end("interrupted")
+
+
+def request_states(engine, request_id: str) -> list:
+    """Return vLLM's records of a running request, one for each response; an empty list after its end."""
+    processor = engine.output_processor
+    return [
+        processor.request_states[internal_id]
+        for internal_id in processor.external_req_ids.get(request_id, ())
+    ]
+
+
+def output_so_far(state):
+    """Return the CompletionOutput that a request would have if it were aborted now."""
+    from vllm.v1.engine import FinishReason
+
+    return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]

@@ -1,4 +1,4 @@
-"""The set-up of vLLM for a worker, and the state of its requests.
+"""The set-up of vLLM for a worker.
 
 Functions import vllm, so the import of this module costs nothing.
 """
@@ -190,19 +190,3 @@ def sampling_params(
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # they are not shared
     )
-
-
-def request_states(engine, request_id: str) -> list:
-    """Return vLLM's records of a running request, one for each response; an empty list after its end."""
-    processor = engine.output_processor
-    return [
-        processor.request_states[internal_id]
-        for internal_id in processor.external_req_ids.get(request_id, ())
-    ]
-
-
-def output_so_far(state):
-    """Return the CompletionOutput that a request would have if it were aborted now."""
-    from vllm.v1.engine import FinishReason
-
-    return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
