@@ -60,7 +60,7 @@ class WalkTransport(BufferedTransport):
         self.connected.add(worker)
         return {}
 
-    def drop(self, worker):
+    def disconnect(self, worker):
         self.connected.discard(worker)
 
     def write(self, buffer, version, parameters):

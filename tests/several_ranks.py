@@ -234,7 +234,7 @@ def send_versions(store: dist.Store, kind: str, device: torch.device) -> None:
     time.sleep(2)  # its first chunk is on the way
     os.kill(pids[1], signal.SIGKILL)
     start = time.monotonic()
-    transport.drop(1)
+    transport.disconnect(1)
     store.set(f"version {NUM_VERSIONS} of 0", "receive")
     transport.send(0, staged)
     store.get(f"has {NUM_VERSIONS} 0")

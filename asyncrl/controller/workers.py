@@ -103,7 +103,7 @@ class Worker:
 
     def disconnect(self) -> None:
         """Close the weight transport of a dead worker."""
-        self.transport.drop(self.index)
+        self.transport.disconnect(self.index)
         if self.loading is not None:
             self.finish_loading()
 

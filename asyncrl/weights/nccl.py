@@ -43,7 +43,7 @@ def import_communicator() -> None:
 class _Link:
     """Rank 0 of an NCCL group, whose other ranks are the engine of one worker: a thread that joins, then sends.
 
-    Sending has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death drops the link.
+    Sending has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death destroys the link.
     """
 
     def __init__(self, worker: int, num_ranks: int, device: torch.device, timeout_s: float):
@@ -56,7 +56,7 @@ class _Link:
         self._communicator = None
         self._error: Exception | None = None
         self._failed_at = 0.0
-        self._is_dropped = False
+        self._is_destroyed = False
         self._action = f"joining rollout worker {worker}'s NCCL group"
         listening = socket.create_server((ADDRESS, 0))
         self.port = listening.getsockname()[1]
@@ -72,7 +72,7 @@ class _Link:
         try:
             stream = self._join(*meeting)
             self._action = f"sending weights to rollout worker {self._worker} by NCCL"
-            while not self._is_dropped:
+            while not self._is_destroyed:
                 chunks = self._jobs.get()
                 if chunks is None:
                     return
@@ -106,13 +106,13 @@ class _Link:
         self._jobs.put(chunks)
 
     def check(self) -> None:
-        """Raise the thread's error, unless the worker may have died: its death then drops the link."""
+        """Raise the thread's error, unless the worker may have died: its death then destroys the link."""
         if self._error is not None and time.monotonic() > self._failed_at + DEATH_S:
             raise RuntimeError(f"{self._action} failed: {self._error}") from self._error
 
-    def drop(self) -> None:
+    def destroy(self) -> None:
         """Begin to destroy the group. A broadcast that waits for a dead worker ends."""
-        self._is_dropped = True
+        self._is_destroyed = True
         self._jobs.put(None)
         # in a thread, because it takes seconds and the controller's lock is held
         self._aborting = threading.Thread(target=self._abort, daemon=True)
@@ -123,7 +123,7 @@ class _Link:
             self._communicator.destroy()
 
     def wait(self) -> None:
-        """Wait until the dropped link has ended, for at most ABORT_S."""
+        """Wait until the destroyed link has ended, for at most ABORT_S."""
         self._aborting.join(ABORT_S)
 
 
@@ -148,7 +148,7 @@ class NcclTransport(BufferedTransport):
 
     def init_info(self, worker: int = 0) -> dict:
         """Begin a group with a worker that has just started. Return vLLM's init info for joining it."""
-        self.drop(worker)
+        self.disconnect(worker)
         num_ranks = 1 + self.ranks_per_worker
         link = _Link(worker, num_ranks, self.device, 2 * self._timeout_s)
         self._links[worker] = link
@@ -171,11 +171,11 @@ class NcclTransport(BufferedTransport):
         """Send to a worker that waits for the weights. Return at once."""
         self._links[worker].send(self._packed.chunk_payloads)
 
-    def drop(self, worker: int) -> None:
+    def disconnect(self, worker: int) -> None:
         """Destroy the group of a worker that has died."""
         link = self._links.pop(worker, None)
         if link is not None:
-            link.drop()
+            link.destroy()
 
     def check(self) -> None:
         """Raise RuntimeError if a group or a transfer failed longer than DEATH_S ago."""
@@ -187,6 +187,6 @@ class NcclTransport(BufferedTransport):
         links = list(self._links.values())
         self._links.clear()
         for link in links:
-            link.drop()
+            link.destroy()
         for link in links:
             link.wait()

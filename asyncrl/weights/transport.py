@@ -150,7 +150,7 @@ class Transport:
     def send(self, worker: int, staged: Staged) -> None:
         """Send staged weights to a worker that waits for them. With most transports the worker reads them instead."""
 
-    def drop(self, worker: int) -> None:
+    def disconnect(self, worker: int) -> None:
         """Close the connection to a worker that has died."""
 
     def check(self) -> None:

@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_and_is_killed_while_it_receives_does_not_hold_up_th
             receive(sent, 1, other, staged)
             assert other.holds(0) and not hung.done() and not hanging.weights
             assert not sent.try_reserve_buffer(), "it is being sent"
-            sent.drop(0)
+            sent.disconnect(0)
             hanging.is_killed = True
             hanging.goes_on.set()
             assert isinstance(hung.exception(), InterruptedError)
@@ -147,5 +147,5 @@ def test_an_error_of_the_link_is_the_runs_error_unless_the_worker_is_gone_soon(m
 
         assert wait_until(error) == "joining rollout worker 3's NCCL group failed: no such device"
         assert time.monotonic() - start > 1.0, "the death of a worker can be known later"
-        sent.drop(3)
+        sent.disconnect(3)
         sent.check()
