@@ -20,7 +20,7 @@ from asyncrl.cluster.placement import WorkerSpec
 from asyncrl.cluster.processes import kill_session
 
 LOG_LINES_SHOWN = 15
-JOIN_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
 SAFE_PATH = "by the run"
 """PYTHONSAFEPATH of a worker while its engine starts. Any text turns it on."""
 
@@ -80,7 +80,7 @@ class WorkerProcess:
         """Exit status, or minus the number of the signal that killed it; None while it runs."""
         return self.process.exitcode
 
-    def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    def stop(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """Wait at most `timeout_s` seconds for the end of the process. Then kill it and all processes that it started.
 
         A dead process may have left an engine and reward processes.

@@ -12,7 +12,7 @@ WATCH_S = 0.2
 """Seconds between two checks that the engine is alive."""
 ASK_S = 1.0
 """Seconds between an answer of the engine and the next question to it."""
-DUMP_S = 1.0
+DUMP_WAIT_S = 1.0
 """Time that the engine's processes have to write their stacks."""
 
 
@@ -47,7 +47,7 @@ async def limited(timeout_s: float, action: str, hint: str = "") -> AsyncIterato
             yield
     except TimeoutError:
         dump_stacks(os.getpid())
-        await asyncio.sleep(DUMP_S)
+        await asyncio.sleep(DUMP_WAIT_S)
         raise TimeoutError(
             f"{action} took more than {timeout_s:.0f} s{hint and f'; {hint}'}"
         ) from None
