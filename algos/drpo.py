@@ -17,11 +17,11 @@ Differs from the paper: the denominator is the engine's own log-prob. Log-ratios
 token has no gradient. 1/length is a choice of `loss_aggregation`. Others: UniRL and Axolotl have the same loss.
 """
 
-from algos.inputs import Gate, LossInputs, LossOutput
+from algos.inputs import Divisor, LossInputs, LossOutput
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, *, delta: Gate = 12.5) -> LossOutput:
+def loss(inputs: LossInputs, *, delta: Divisor = 12.5) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient).
 
     `delta` is a probability.

@@ -19,7 +19,7 @@ _FRESH = "where 1 is the ratio of a fresh token"
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1, description=_FRESH)]
-Gate = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Divisor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Cap = Annotated[float, Meta(ge=1, le=1e9, description=_FRESH)]

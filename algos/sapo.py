@@ -20,15 +20,17 @@ Its value at r_t = 1 is −2·A/τ and not −A: only its gradient has a meaning
 
 import torch
 
-from algos.inputs import Gate, LossInputs, LossOutput
+from algos.inputs import Divisor, LossInputs, LossOutput
 from algos.ratio import importance_ratio
 
 
-def loss(inputs: LossInputs, *, tau_positive: Gate = 1.0, tau_negative: Gate = 1.05) -> LossOutput:
+def loss(
+    inputs: LossInputs, *, tau_positive: Divisor = 1.0, tau_negative: Divisor = 1.05
+) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient)."""
     advantages = inputs.advantages
     tau = torch.where(advantages > 0, tau_positive, torch.full_like(advantages, tau_negative))
-    ratio = importance_ratio(inputs.logprobs - inputs.behavior_logprobs)
+    ratio = importance_ratio(inputs.log_ratio)
     gate = torch.sigmoid(tau * (ratio - 1))
     opened = gate.detach()
     weight = 4 * opened * (1 - opened) * ratio.detach()
