@@ -126,13 +126,13 @@ def test_each_layer_takes_the_cores_of_an_idle_engine_in_both_passes(num_threads
         placement = cores.claim_cores(on_cpu(), on_end)
         (own,) = cores_of(placement)
         torch.set_num_threads(placement.trainer_threads)
-        cores.leave_cores(placement, on_end)
         answers = iter([False, True, True, True])
         controller = SimpleNamespace(is_idle=lambda: next(answers))
         model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/addition")
         layers = layers_of(model)[:2]
         model.model.layers = torch.nn.ModuleList(layers)
-        Leader.share_cores(SimpleNamespace(placement=placement, controller=controller), model)
+        leader = SimpleNamespace(placement=placement, controller=controller, on_end=on_end)
+        Leader.share_cores(leader, model)
         threads = []
         for layer in layers:
             layer.register_forward_hook(lambda *_: threads.append(torch.get_num_threads()))
