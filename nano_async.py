@@ -1,7 +1,7 @@
 """Asynchronous RL of a language model: the whole idea in one file.
 
     python nano_async.py                        # without a GPU: a tiny model learns addition in two minutes
-    python nano_async.py --alpha 0 --delay 4    # from step 5 on, every token is exactly 4 steps old
+    python nano_async.py --async-ratio 0 --publish-delay 4    # from step 5 on, every token is exactly 4 steps old
     torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
         --max-context 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
 
@@ -10,13 +10,13 @@
 2. A token carries its version: the number of steps in the weights that sampled it. It carries its log-prob, too. The
    loss divides by that probability, so it sees how far the policy has moved since.
 3. Groups of responses are numbered. With B groups a step, the step from version v trains on groups v * B to
-   (v + 1) * B - 1. At version v, the groups below v * B + floor((1 + alpha) * B) may start. So a group starts at most
-   ceil(alpha) versions before its batch. `--delay D` sends the weights of version v at version v + D. Together, no
-   token is older than ceil(alpha) + D steps.
+   (v + 1) * B - 1. With `--async-ratio A`, the groups below v * B + floor((1 + A) * B) may start at version v. So a
+   group starts at most ceil(A) versions before its batch. `--publish-delay K` sends the weights of version v at version
+   v + K. Together, no token is older than ceil(A) + K steps.
 4. New weights reach a worker between two tokens. A response that is half done continues under them, and keeps the keys
    and values of its earlier tokens.
 
-Run it in this folder, and read it from top to bottom. Weights travel through shared memory: /dev/shm must hold D + 2
+Run it in this folder, and read it from top to bottom. Weights travel through shared memory: /dev/shm must hold K + 2
 copies. train_async.py sends them by CUDA IPC or NCCL. This file saves no checkpoint and replaces no dead worker.
 """
 
@@ -70,8 +70,8 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    alpha: float = 1.0  # batches that rollout may run ahead; 0 is synchronous
-    delay: int = 0  # steps by which each publish is late
+    async_ratio: float = 1.0  # A: batches that rollout may run ahead; 0 is synchronous
+    publish_delay: int = 0  # K: steps by which each publish is late
     steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
@@ -154,13 +154,14 @@ class Rollout:
                 pipe.send((self.sent_version, weights, groups[index :: len(self.pipes)], size))
 
     def publish(self, version: int, weights: list):
-        """Send weights `delay` versions late, and start the groups that may start at this version."""
+        """Send weights `publish_delay` versions late, and start the groups that may start at this version."""
         self.held_back.append((version, weights))
         due = None
-        if version == 0 or len(self.held_back) > self.options.delay:
+        if version == 0 or len(self.held_back) > self.options.publish_delay:
             self.sent_version, due = self.held_back.pop(0)
         num_groups = self.options.groups_per_step
-        num_may_start = version * num_groups + math.floor((1 + self.options.alpha) * num_groups)
+        num_ahead = math.floor((1 + self.options.async_ratio) * num_groups)
+        num_may_start = version * num_groups + num_ahead
         self.send(range(self.num_started, num_may_start), self.options.group_size, due)
         self.num_started = num_may_start
 
@@ -178,7 +179,8 @@ class Rollout:
         groups = range(version * num_groups, (version + 1) * num_groups)
         batch = self.wait_for(groups, self.options.group_size)
         staleness = version - min(min(sample.versions) for sample in batch)
-        assert staleness <= math.ceil(self.options.alpha) + self.options.delay, staleness
+        bound = math.ceil(self.options.async_ratio) + self.options.publish_delay
+        assert staleness <= bound, staleness
         return batch
 
     def evaluate(self) -> dict[str, float]:
@@ -341,7 +343,7 @@ def require(condition: bool, message: str):
 def check(options: Options):
     """End the run if an option has a wrong value."""
     for name, value in vars(options).items():
-        least = 0 if name in ("alpha", "delay", "lr", "seed") else 1
+        least = 0 if name in ("async_ratio", "publish_delay", "lr", "seed") else 1
         is_right = not isinstance(value, int | float) or least <= value < math.inf
         require(is_right, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     fits = options.model == Options.model or options.lr != Options.lr
@@ -365,7 +367,7 @@ def main(options: Options):
     print(json.dumps({"config": vars(options)}), file=log)
     pipes = []
     if RANK == 0:
-        print("starting the engines", flush=True)
+        print("starting the engines, for up to a minute", flush=True)
         for index in range(options.workers):
             ours, theirs = mp.Pipe()
             arguments = (theirs, options, task, index)

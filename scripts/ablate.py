@@ -39,6 +39,7 @@ from asyncrl.config import OPTIONS, Config, flag_of, nearest, switch, with_home_
 from asyncrl.job.choices import try_choices
 from asyncrl.job.command_line import read_options
 from scripts.grids import (
+    MIN_SEEDS,
     MIN_VERSIONS,
     QUESTIONS,
     key,
@@ -242,6 +243,15 @@ def warn_of_few_versions(cells: list[dict], extra: Sequence[str]) -> None:
         )
 
 
+def warn_of_few_seeds(num_seeds: int) -> None:
+    """Print how many seeds an interval needs, if there are fewer."""
+    if num_seeds < MIN_SEEDS:
+        print(
+            f"warning: --seeds {num_seeds} gives means only; an interval and a verdict need --seeds {MIN_SEEDS}",
+            file=sys.stderr,
+        )
+
+
 def describe(cells: list[dict], baseline: str | None) -> list[str]:
     """Return the names of the cells, and the question that each table answers or what it needs."""
     is_fresh = {cell["async_ratio"] == cell["publish_delay"] == 0 for cell in cells}
@@ -268,7 +278,10 @@ def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
     num_missing = len(unfinished(cells, records))
     seconds = [record["seconds"] for record in records if "seconds" in record]
     if not seconds:
-        return "time: known after the first cell; the same command with this --out then predicts it"
+        return (
+            "time: the default job takes one to three minutes a run on two cores; after the first run, the same "
+            "command with this --out predicts it"
+        )
     minutes = math.ceil(num_missing / parallel) * sum(seconds) / len(seconds) / 60
     return f"time: about {minutes:.0f} minutes for {num_missing} unfinished runs"
 
@@ -394,8 +407,8 @@ def keep(record: dict, path: Path) -> None:
     """Append a record to a file, and print its result."""
     with open(path, "a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
-    accuracies = [f"{accuracy:.3f}" for _, accuracy in record["evaluations"]]
-    result = record.get("error", f"held-out accuracies {' '.join(accuracies)}")
+    accuracies = [f"{accuracy:.3f} after {step}" for step, accuracy in record["evaluations"]]
+    result = record.get("error", f"held-out accuracy by step: {', '.join(accuracies)}")
     print(f"{cell_name(record['cell'])}: {result}", flush=True)
 
 
@@ -436,6 +449,7 @@ def main() -> None:
         cells = [] if arguments.report else cells_of(arguments)
         if cells:
             warn_of_few_versions(cells, arguments.extra)
+            warn_of_few_seeds(arguments.seeds)
         if cells and arguments.dry_run:
             print(*describe(cells, arguments.baseline), sep="\n")
             print(time_needed(cells, read_records(out / "cells.jsonl"), arguments.parallel))

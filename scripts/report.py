@@ -8,6 +8,7 @@ curve with a line per run, and samples of each. A run that still trains, or was 
 
 import base64
 import gzip
+import inspect
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from asyncrl import extras
 from asyncrl.config import Config
 from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
+from data import TASKS
 from scripts.lines import ROOT, run_command
 from scripts.runs import Run, evaluations, failures, load, names, progress, readable_summary
 from scripts.table import differing, options_of, show
@@ -38,6 +40,7 @@ ADVICE = re.compile("advice(?: on remote hosts)?: (.*)")
 NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs together
 RECENT_S = 60  # a run whose last record is younger may still train
 NUM_HOSTS = 8  # remote hosts that have curves
+NOTHING_LEARNED = 0.95  # share of groups with equal rewards
 HOST_COLUMNS = {
     "there, s": ("time", np.ptp),
     "responses": ("ticket", "count"),
@@ -69,6 +72,7 @@ def make_page(run: Run, timeline: dict, now: float) -> dict:
         "facts": facts(run, timeline, now),
         "missing": missing,
         "tables": tables,
+        "task": task_text(run.info["config"]["task"]),
         "samples": choose_samples(run.samples, NUM_SAMPLES),
         "data": {"charts": drawn, "names": hosts, "trace": timeline},
     }
@@ -96,9 +100,16 @@ def make_comparison(runs: list[Run]) -> dict:
         "facts": facts,
         "missing": [],
         "tables": {"Summary": summaries(runs)},
+        "task": "",
         "samples": samples,
         "data": {"charts": [*drawn.values()], "names": [*facts], "trace": {"traceEvents": []}},
     }
+
+
+def task_text(name: str) -> str:
+    """Return the text on a task of data/; empty for user code."""
+    kind = TASKS.get(name.partition(":")[0])
+    return inspect.getmodule(kind).__doc__ if kind else ""
 
 
 def render(page: dict) -> str:
@@ -141,20 +152,27 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
         before, end = steps[0]["ts"] / 1e6, (steps[-1]["ts"] + steps[-1]["dur"]) / 1e6
         spans = [timedelta(seconds=round(span)) for span in (duration, before, duration - end)]
         shown["lasted"] = "{}, {} of it before the first step and {} after the last".format(*spans)
-    if advice := extras.find("advice"):
-        with suppress(ValueError):  # a run that is too short, for one
-            shown["advice"] = ADVICE.search(advice.advice_of(run))[1]
     certificate = run.path / "certificate.json"
     if certificate.exists():
         shown["certificate"] = json.loads(certificate.read_text(encoding="utf-8"))["verdict"]
-    for record in run.records:
-        if record["event"] == "warning":
-            shown["warning"] = record["text"]
-    return shown | failures(run) | checks(run)
+    shown |= verdicts(run)
+    if advice := extras.find("advice"):
+        with suppress(ValueError):  # a run that is too short, for one
+            shown["advice on speed"] = ADVICE.search(advice.advice_of(run))[1]
+    return shown
+
+
+def verdicts(run: Run) -> dict[str, str]:
+    """Return what went wrong in a run, the warnings that it printed, and a verdict on what README says to look at."""
+    warnings = dict.fromkeys(
+        record["text"] for record in run.records if record["event"] == "warning"
+    )
+    shown = {"warning": "; ".join(warnings)} if warnings else {}
+    return failures(run) | shown | checks(run) | learning(run.metrics)
 
 
 def checks(run: Run) -> dict[str, str]:
-    """Return a verdict on each metric of README's section «Is it staleness, or a bug?», and on the last rewards."""
+    """Return a verdict on each metric of README's section «Is it staleness, or a bug?» that shows a bug."""
     device = "cuda" if run.info["hardware"]["gpus"] else "cpu"
     dtype = Config(dtype=run.info["config"].get("dtype", "auto")).dtype_on(device)
     faults = {
@@ -173,9 +191,28 @@ def checks(run: Run) -> dict[str, str]:
         if pd.notna(largest):
             verdict = healthy if largest <= limit else fault
             shown[metric] = f"{verdict} (at most {largest:.3g}, limit {limit:g})"
-    equal = run.metrics.get("reward/zero_variance_groups", pd.Series([math.nan])).iloc[-1]
-    if equal == 1:
-        shown["reward/zero_variance_groups"] = "nothing is learned: all groups have equal rewards"
+    return shown
+
+
+def learning(metrics: pd.DataFrame) -> dict[str, str]:
+    """Return verdicts on the rewards of the last tenth of the steps: whether groups teach, and whether they fell."""
+    num_last = math.ceil(len(metrics) / 10)
+    rewards = metrics["reward/mean"].rolling(num_last, min_periods=1).mean()
+    shown = {}
+    equal = metrics.get("reward/zero_variance_groups", pd.Series(dtype=float)).tail(num_last).mean()
+    if pd.notna(equal):
+        verdict = "fine"
+        if equal >= NOTHING_LEARNED:
+            verdict = f"nothing is learned: a group's rewards are equal, {rewards.iloc[-1]:.3g} on average"
+        steps = "step" if num_last == 1 else f"{num_last} steps"
+        shown["reward/zero_variance_groups"] = (
+            f"{verdict} ({equal:.2f} of the groups of the last {steps})"
+        )
+    if rewards.max() > 0 and rewards.iloc[-1] < rewards.max() / 2:
+        best = metrics["step"][rewards.idxmax()]
+        shown["reward/mean"] = (
+            f"fell from {rewards.max():.3g} at step {best} to {rewards.iloc[-1]:.3g}: docs/telemetry.md#a-bad-curve"
+        )
     return shown
 
 
@@ -183,7 +220,9 @@ def arrival(run: Run) -> str:
     """Return the verdict on the weights of the worst worker, and how many versions they are behind."""
     compared = run.events["lag"]
     if "late_sigmas" not in compared:  # older runs have other names
-        return "not measured"
+        return (
+            "not measured: it compares versions from the third on, and only if their weights differ"
+        )
     newest = compared.groupby(["node", "worker"]).last()
     worst = newest.loc[newest["late_sigmas"].idxmax()]
     verdict = "undecided: rounding hides the change of a version, so try --dtype float32"
@@ -389,8 +428,13 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
         )
     loaded = [load(path) for path in runs]
     print(summaries(loaded).to_string())
+    if len(loaded) > 1:
+        options = differing(options_of([run.info["config"] for run in loaded]))
+        print(
+            f"differ in: {', '.join(options) or 'nothing'}; scripts/ablate.py compares settings over seeds"
+        )
     for name, run in zip(names(loaded), loaded, strict=True):
-        for what, text in (failures(run) | checks(run)).items():
+        for what, text in verdicts(run).items():
             print(f"{name}, {what}: {text}")
     folder = loaded[0].path
     if len(loaded) > 1:

@@ -120,18 +120,18 @@ def test_no_token_is_older_than_the_bound_and_some_are_as_old():
     at_bound = 0
     for _ in range(40):
         options = nano.Options(
-            alpha=rng.choice((0, 0.3, 0.5, 1, 1.7, 2, 3)),
-            delay=rng.choice((0, 0, 1, 3)),
+            async_ratio=rng.choice((0, 0.3, 0.5, 1, 1.7, 2, 3)),
+            publish_delay=rng.choice((0, 0, 1, 3)),
             groups_per_step=rng.randint(1, 6),
             group_size=rng.randint(1, 4),
             workers=rng.randint(1, 3),
         )
         staleness = sampled_staleness(nano, options, 12, rng)
-        bound = math.ceil(options.alpha) + options.delay
+        bound = math.ceil(options.async_ratio) + options.publish_delay
         assert max(staleness) <= bound, options
         at_bound += max(staleness) == bound
-        if options.alpha == 0:
-            assert staleness == [min(step, options.delay) for step in range(12)]
+        if options.async_ratio == 0:
+            assert staleness == [min(step, options.publish_delay) for step in range(12)]
     assert at_bound > 20
 
 
@@ -194,8 +194,8 @@ MISTAKES = {
     "--algo-args clip=1": "--algo-args clip=1: grpo takes clip_low, .*",
     "--task nope": f"--task must be one of {', '.join(TASKS)}, got nope",
     "--task gsm8k --data-path nowhere": "--data-path nowhere does not exist; .*",
-    "--alpha -1": "--alpha must be at least 0, got -1.0",
-    "--alpha nan": "--alpha must be at least 0, got nan",
+    "--async-ratio -1": "--async-ratio must be at least 0, got -1.0",
+    "--async-ratio nan": "--async-ratio must be at least 0, got nan",
     "--group-size 0": "--group-size must be at least 1, got 0",
     "--model data/tiny/sums": "--lr 0.001 is for the tiny model; choose one for data/tiny/sums",
     "--model tests --lr 1": ".*tests.*",
@@ -217,19 +217,26 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
 ):
     """The first run is on two ranks. Nothing but a line for each step is printed, and no process is left."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    small = ("--alpha=0", "--groups-per-step=4", "--group-size=4")
+    small = ("--async-ratio=0", "--groups-per-step=4", "--group-size=4")
     logs = [tmp_path / "delayed.jsonl", tmp_path / "killed.jsonl"]
-    words = [*torchrun, "nano_async.py", *small, "--steps=5", "--delay=2", f"--log-file={logs[0]}"]
+    words = [
+        *torchrun,
+        "nano_async.py",
+        *small,
+        "--steps=5",
+        "--publish-delay=2",
+        f"--log-file={logs[0]}",
+    ]
     delayed = run_python(*words, OMP_NUM_THREADS="1")
     assert (delayed.returncode, delayed.stderr) == (0, ""), delayed.stderr
     start, *lines = delayed.stdout.splitlines()
     steps = [line.split()[:2] for line in lines]
-    assert start == "starting the engines" and steps == [
+    assert start.startswith("starting the engines") and steps == [
         ["step", str(step)] for step in range(1, 6)
     ]
 
     process = start_python("nano_async.py", *small, f"--log-file={logs[1]}", stderr=subprocess.PIPE)
-    assert process.stdout.readline() == "starting the engines\n"
+    assert process.stdout.readline().startswith("starting the engines")
     assert [process.stdout.readline()[:6] for _ in range(2)] == ["step 1", "step 2"]
     children = psutil.Process(process.pid).children()
     (worker,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -243,9 +250,9 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
         expected = [min(step, delay) for step in range(len(metrics))]
         assert metrics["staleness/max"].tolist() == expected
         assert metrics["staleness/mean"].tolist() == expected
-    run_script(monkeypatch, "table.py", *logs, "--by", "delay")
+    run_script(monkeypatch, "table.py", *logs, "--by", "publish_delay")
     rows = capsys.readouterr().out.splitlines()
-    assert rows[0].startswith("| `delay` | ")
+    assert rows[0].startswith("| `publish_delay` | ")
     assert [row.split(" | ")[0] for row in rows[2:4]] == ["| 0", "| 2"]
 
 
@@ -253,7 +260,7 @@ def test_a_delay_is_the_lag_a_killed_worker_ends_a_run_and_a_table_compares_both
 @pytest.mark.slow
 def test_a_prompt_that_is_too_long_ends_the_run_in_one_line():
     result = run_nano("--max-context", 8)
-    assert result.returncode == 1 and result.stdout == "starting the engines\n"
+    assert result.returncode == 1 and result.stdout.startswith("starting the engines")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: a rollout worker failed: ") and "length is 8 tokens" in line
 
@@ -289,7 +296,9 @@ def test_with_alpha_0_rewards_are_those_of_the_system(tmp_path):
     program, log = tmp_path / "like_the_system.py", tmp_path / "run.jsonl"
     program.write_text(LIKE_THE_SYSTEM)
     sizes = ["--steps=3", "--groups-per-step=6", "--group-size=4", "--seed=5"]
-    result = run_python(program, *sizes, "--alpha=0", f"--log-file={log}", PYTHONPATH=str(ROOT))
+    result = run_python(
+        program, *sizes, "--async-ratio=0", f"--log-file={log}", PYTHONPATH=str(ROOT)
+    )
     assert (result.returncode, result.stderr) == (0, "")
     options = {"steps": 3, "groups_per_step": 6, "group_size": 4, "seed": 5, "async_ratio": 0}
     options |= {"max_running_requests": 1, "optim.warmup_steps": 0, "max_response_tokens": 56}

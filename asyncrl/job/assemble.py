@@ -146,7 +146,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     of copied user code are reported before anything is written.
     """
     cluster = rank.cluster
-    config = _fit_model(rank, model_path)
+    config, lr_line = _fit_model(rank, model_path)
     _check_disk(rank, config, num_parameters(model_path))
     config, placement = _fit_memory(rank, config, model_path)
     placement = claim_cores(placement, rank.on_end)
@@ -160,6 +160,8 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
         controller_state = load_controller_state(rank.checkpoint, cluster)
     run = open_records(rank, config)
     config = run.config
+    if cluster.is_first and lr_line.startswith("warning: "):
+        run.record_event("warning", text=lr_line.removeprefix("warning: "))
     if not rank.checkpoint:
         try_copies(config)
     write_stacks_to(run.path / "stacks.txt")
@@ -215,8 +217,11 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def _fit_model(rank: Rank, model_path: str) -> Config:
-    """Return the options with a dtype and a learning rate that fit the model; collective on leaders."""
+def _fit_model(rank: Rank, model_path: str) -> tuple[Config, str]:
+    """Return the options with a dtype and a learning rate that fit the model, and a line on that rate.
+
+    Collective on leaders.
+    """
     size = num_parameters(model_path)
     config = rank.config
     if rank.device.type == "cpu":
@@ -224,7 +229,7 @@ def _fit_model(rank: Rank, model_path: str) -> Config:
     config, line = choose_lr(config, size)
     if rank.cluster.is_first and rank.trains:
         print(config.freshness(), line, sep="\n", flush=True)
-    return config
+    return config, line
 
 
 def _check_disk(rank: Rank, config: Config, num_parameters: int) -> None:

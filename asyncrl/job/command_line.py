@@ -57,7 +57,7 @@ WORDS_OF_OTHER_PROJECTS = {
         "staleness lag off-policy-steps"
     ),
     "--async-ratio N, which is that bound in steps": (
-        "max-staleness max-off-policy-steps max-head-offpolicyness"
+        "max-staleness staleness-bound max-off-policy-steps max-head-offpolicyness"
     ),
     "--async-ratio N, the batches that rollout may be ahead": (
         "max-async-level async-queue-size staleness-threshold"

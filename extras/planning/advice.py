@@ -265,7 +265,7 @@ def _advice(m: Measured) -> Iterator[str]:
         split != before
     )
     if not changes:
-        yield "  advice: leave both as they are"
+        yield "  advice: leave α and the split of devices as they are"
         return
     now, then = (m.async_ratio, *before), (alpha, *split)
     rates, bound = (
@@ -275,7 +275,7 @@ def _advice(m: Measured) -> Iterator[str]:
     expected = expected_step(m, *now) / expected_step(m, *then)
     yield (
         f"  advice: {', '.join(changes)}: predicted {expected:.2f}× ({rates:.2f}× by the rates, {bound:.2f}× by "
-        f"proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
+        f"ROLL Flash's proposition 2, of whose tail {tail_share(m):.0%} was waited for in the steps measured)"
     )
 
 

@@ -129,7 +129,7 @@ def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate
     assert lines[:5] == ["4 runs:", *cells] and list(tmp_path.iterdir()) == [tmp_path / "stub.py"]
     assert lines[5].startswith("paired.md: what do stale data cost each loss?")
     assert lines[6] == "against.md: is a loss better than grpo at the same lag?"
-    assert lines[7].startswith("time: known after the first cell")
+    assert lines[7].startswith("time: the default job takes one to three minutes a run")
     *_, paired, against, _ = ablate_stub("--algos", "tis", "--dry-run").splitlines()
     assert "Not made: it needs fresh and stale cells" in paired
     assert "than tis at the same lag? Not made: it needs two losses" in against
@@ -161,6 +161,12 @@ def test_too_few_steps_for_a_level_are_reported_at_the_start(words, warning, cap
     ablate.warn_of_few_versions(ablate.cells_of(arguments), arguments.extra)
     printed = capsys.readouterr().err
     assert warning in printed if warning else not printed
+
+
+@pytest.mark.parametrize(("num_seeds", "is_warned"), [(2, True), (3, False)])
+def test_too_few_seeds_for_an_interval_are_reported_at_the_start(num_seeds, is_warned, capsys):
+    ablate.warn_of_few_seeds(num_seeds)
+    assert ("need --seeds 3" in capsys.readouterr().err) == is_warned
 
 
 def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_resumes(

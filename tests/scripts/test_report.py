@@ -13,6 +13,7 @@ import tomllib
 from datetime import datetime
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from programs import ROOT, run_script
 from user_files import write_jsonl
@@ -110,7 +111,7 @@ def test_the_page_shows_what_was_run_curves_ledgers_times_hosts_and_deaths(run, 
     config = Config(algo="tis", steps=38, seed=7, dtype="bfloat16").as_dict()
     info["config"] = json.loads(json.dumps(config)) | {"gone": 1}
     (run / "run.json").write_text(json.dumps(info))
-    assert page_of(run)["facts"].pop("advice")
+    assert page_of(run)["facts"].pop("advice on speed")
     monkeypatch.setitem(extras.MODULES, "advice", "extras.nowhere.advice")
     text = as_text(page_of(run), lanes_of(run))
     assert text == Path(__file__).with_name("report.txt").read_text()
@@ -134,7 +135,8 @@ def lag_event(worker, late_sigmas, current_sigmas):
         ("mismatch/abs_mean", 0.16, "engine and trainer compute differently (at most 0.16, limit 0.15)"),
         ("mismatch/decoded", 0.16, "decoding uses old weights or an old cache (at most 0.16, limit 0.15)"),
         ("ledger/groups_dropped_stale", 1, "slow problems are discarded: use --stale-policy wait (at most 1, limit 0)"),
-        ("reward/zero_variance_groups", 1.0, "nothing is learned: all groups have equal rewards"),
+        ("reward/zero_variance_groups", 1.0, "nothing is learned: a group's rewards are equal, "),
+        ("reward/zero_variance_groups", 0.94, "fine (0.94 of the groups of the last "),
     ],
 )  # fmt: skip
 def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(
@@ -145,11 +147,29 @@ def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(
         lags = [lag_event(*sigmas) for sigmas in value] or [old_names]
         write_jsonl(run / "events.jsonl", EVENTS + lags)
     else:
-        write_jsonl(run / "metrics.jsonl", [*METRICS[:-1], METRICS[-1] | {metric: value}])
+        write_jsonl(run / "metrics.jsonl", [line | {metric: value} for line in METRICS])
     run_script(monkeypatch, "report.py", run)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if metric in line]
     assert line.startswith(f"my run, {metric}: ") and verdict in line
     assert f"`{metric}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal", "verdicts"),
+    [
+        ([0.1, 0.4, 0.5], [0.2, 0.2, 0.2], ["fine (0.20 of the groups of the last step)"]),
+        ([0.1] * 5 + [0.9] * 15, [0.2] * 18 + [0.91, 1.0],
+         ["nothing is learned: a group's rewards are equal, 0.9 on average (0.96 of the groups of the last 2 steps)"]),
+        ([0.2, 0.4] + [0.0] * 18, [0.1] * 2 + [1.0] * 18,
+         ["nothing is learned: a group's rewards are equal, 0 on average (1.00 of the groups of the last 2 steps)",
+          "fell from 0.3 at step 2 to 0: docs/telemetry.md#a-bad-curve"]),
+        ([-1.0, -0.5, -0.9], [0.2] * 3, ["fine (0.20 of the groups of the last step)"]),
+    ],
+)  # fmt: skip
+def test_a_run_whose_groups_teach_nothing_or_whose_reward_fell_is_told_so(rewards, equal, verdicts):
+    columns = {"step": range(1, len(rewards) + 1), "reward/mean": rewards}
+    metrics = pd.DataFrame(columns | {"reward/zero_variance_groups": equal})
+    assert [*report.learning(metrics).values()] == verdicts
 
 
 def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(run):
@@ -161,7 +181,7 @@ def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(run)
     }
     for age_s, outcome in outcomes.items():
         facts = page_of(run, STARTED + 25.5 + age_s)["facts"]
-        assert facts["outcome"].startswith(outcome) and "advice" not in facts
+        assert facts["outcome"].startswith(outcome) and "advice on speed" not in facts
 
 
 def test_all_that_a_run_has_written_is_text(run):
