@@ -17,7 +17,7 @@ class Gsm8k(RowTask):
     def __init__(self, seed: int, data_path: str | None = None) -> None:
         splits = load_splits(data_path, HUB_NAME, "main")
         super().__init__(
-            seed, splits, read_row, source=data_path or HUB_NAME, held_out_share=HELD_OUT_SHARE
+            seed, splits, read_row, source=data_path or HUB_NAME, held_out=HELD_OUT_SHARE
         )
 
     @staticmethod

@@ -37,9 +37,7 @@ class Jsonl(RowTask):
         if test:
             splits["test"] = all_rows(load_splits(test))
         read = functools.partial(read_row, column=prompt)
-        super().__init__(
-            seed, splits, read, source=data_path, held_out_share=held_out, shuffle=shuffle
-        )
+        super().__init__(seed, splits, read, source=data_path, held_out=held_out, shuffle=shuffle)
 
     @staticmethod
     def score(answer: str, response: str) -> float:

@@ -115,7 +115,7 @@ class RowTask(Task):
         read_row: Callable[[dict, str], Problem],
         *,
         source: str,
-        held_out_share: float,
+        held_out: float,
         shuffle: bool = True,
     ) -> None:
         """`read_row(row, place)` makes the problem of a row; its errors begin with the `place`.
@@ -129,7 +129,7 @@ class RowTask(Task):
                 split: [_read_problem(read_row, row, place) for place, row in rows]
                 for split, rows in splits.items()
             },
-            held_out_share,
+            held_out,
         )
         if not self.train or not self.held_out:
             raise ValueError(

@@ -35,7 +35,7 @@ class AgentTask(RowTask):
         shuffle: bool = True,
     ) -> None:
         """Make the task of rows. If they have no held-out split, a hash holds out the share `held_out`."""
-        options = {"source": source, "held_out_share": held_out, "shuffle": shuffle}
+        options = {"source": source, "held_out": held_out, "shuffle": shuffle}
         super().__init__(seed, read_splits(), read_row, **options)
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
