@@ -107,9 +107,12 @@ def encode(config: Config, task: Task, tokenizer, problem: Problem) -> list[int]
     except Exception as error:
         # A template is foreign code, and the library tokenizers raises a plain Exception for an unknown word.
         reason = user_code.one_line(error).removeprefix("Exception: ")
+        advice = "change prompt or system message, or take another --model"
+        if config.model == "tiny" and "[UNK]" in reason:
+            advice = "it reads only columns such as 'a54 b89 ='; --model smollm2 reads text"
         raise ValueError(
             f"{place}--model {config.model}: its tokenizer or chat template refuses {str(problem.prompt)[:60]!r} of "
-            f"--task {config.task} ({reason}); change prompt or system message, or take another --model"
+            f"--task {config.task} ({reason}); {advice}"
         ) from error
 
 

@@ -164,7 +164,8 @@ class Arguments:
     eval_samples: int = 1
     """Samples of each problem."""
     out: Path | None = None
-    """New file for the responses, a line of JSON each: prompt, response, answer and reward."""
+    """New file for the responses, a line of JSON each: prompt, response, answer and reward. The printed lines go to
+    FILE.summary.txt beside it."""
 
 
 def main() -> None:
@@ -188,9 +189,11 @@ def main() -> None:
         try_choices(config)
         with tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True) as folder:
             evaluation, rows = sample(replace(config, runs_dir=folder), given.eval_samples)
-        print("\n".join(describe(evaluation, given.eval_samples)), flush=True)
+        lines = [f"weights: {config.model}", *describe(evaluation, given.eval_samples)]
+        print("\n".join(lines), flush=True)
         if given.out:
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            Path(f"{given.out}.summary.txt").write_text("\n".join([*lines, ""]))
 
     run_job(job)
 

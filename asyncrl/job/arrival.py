@@ -84,6 +84,8 @@ class Arrivals:
     def __init__(self) -> None:
         self._whole = self._recent = np.zeros((2, 2, 1))
         self._newest = -1
+        self.num_versions = 0
+        """Versions that were compared."""
 
     def add(self, version: int, engine: np.ndarray, trainer: list[np.ndarray]) -> None:
         """Add an engine's log-probs of a version, and the trainer's from two versions before to one after.
@@ -92,6 +94,7 @@ class Arrivals:
         if version <= self._newest:
             return
         self._newest = version
+        self.num_versions += 1
         if self.recent is not None and self.recent.late_sigmas <= 0:
             # A fault must not be diluted by versions before it.
             self._recent = np.zeros((2, 2, 1))

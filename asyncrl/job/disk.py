@@ -68,7 +68,8 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
             num_saved > 1 and not first_version
         )
         raise ValueError(
-            f"{each}, {format_bytes(at_first)} at first{beside}, and {room}; make room, or change --runs-dir; "
+            f"{each}, {format_bytes(at_first)} at first{beside}, {format_bytes(at_last)} in the end, and {room}; make "
+            "room, or change --runs-dir; "
             "--save weights saves nothing for --resume, --save-every 0 only the last step, None only when it is stopped"
         )
     if at_last > free:

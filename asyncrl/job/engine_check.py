@@ -1,5 +1,6 @@
 """Acts on engines with wrong weights: it warns, bans the host, or ends the run."""
 
+import math
 from dataclasses import asdict, replace
 
 from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
@@ -8,6 +9,8 @@ from asyncrl.job.node import Leader
 SURELY_WRONG = 2.5
 """Factor of the allowed mismatch above which the first weights are surely wrong. Below it, rounding can be the reason,
 because no model of 8B was measured. In bfloat16 it gives 0.375 nats, and one norm that is not sent 0.4 or more."""
+FEW_VERSIONS = 5
+"""Compared versions from which on a run reports at its end that it stayed undecided."""
 
 
 class EngineCheck:
@@ -16,8 +19,8 @@ class EngineCheck:
     def __init__(self, leader: Leader) -> None:
         """Check the engines of a node, joined hosts included."""
         self._leader = leader
-        dtype = leader.config.dtype_on(leader.device.type)
-        self._allowed = ALLOWED_MISMATCH[dtype]
+        self._dtype = leader.config.dtype_on(leader.device.type)
+        self._allowed = ALLOWED_MISMATCH[self._dtype]
         self._has_warned = False
         self._first_version: int | None = None
         """First version that this start of the run compared."""
@@ -87,20 +90,29 @@ class EngineCheck:
     def finish(self) -> None:
         """Print the worker whose version is least certain, if the probe cannot tell it from the version before.
 
-        Workers that were shut out do not count.
+        Workers that were shut out do not count. After fewer than FEW_VERSIONS versions nothing is printed.
         """
         controller = self._leader.controller
+        compared = {
+            worker: arrivals
+            for worker, arrivals in self._leader.probe.arrivals.items()
+            if controller.is_believed(worker) and arrivals.num_versions >= FEW_VERSIONS
+        }
         surety = [
             (arrivals.whole.current_sigmas if arrivals.whole else 0.0, worker)
-            for worker, arrivals in self._leader.probe.arrivals.items()
-            if controller.is_believed(worker)
+            for worker, arrivals in compared.items()
         ]
-        least, worker = min(surety, default=(0.0, 0))
+        least, worker = min(surety, default=(math.inf, 0))
         if least > SURE:
             return
+        if compared[worker].whole is None:
+            print("no weight has changed, so their arrival was not checked", flush=True)
+            return
+        hint = "more steps may tell"
+        if self._dtype != "float32":
+            hint += ", and --dtype float32 rounds least"
         print(
-            f"the probe cannot tell whether weights came to worker {worker} in time or a version late: it compares "
-            f"versions from the third on, and has {least:.1f} standard errors, of which {SURE:g} are needed; more "
-            "steps may tell, and --dtype float32 rounds least",
+            f"the probe cannot tell whether weights came to worker {worker} in time or a version late: it has "
+            f"{least:.1f} standard errors, of which {SURE:g} are needed; {hint}",
             flush=True,
         )

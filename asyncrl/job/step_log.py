@@ -96,9 +96,9 @@ class StepLog:
         self.rank.run.log_metrics(metrics)
         for plugin in config.plugins:
             plugin.on_step(self.rank.run, metrics)
-        for sample in choose_samples(
-            step, groups, self.rank.tokenizer.decode, self.rank.controller.ticket_source.answer
-        ):
+        decode = self.rank.tokenizer.decode
+        answer_of = self.rank.controller.ticket_source.answer
+        for sample in choose_samples(step, groups, decode, answer_of, config.log_samples):
             self.rank.run.log_sample(**sample)
         print_step(metrics, config.steps)
 

@@ -1,4 +1,4 @@
-"""The samples of a step for people, in samples.jsonl: the best and the worst member of a group."""
+"""The samples of a step for people, in samples.jsonl."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,30 +12,39 @@ def choose_samples(
     groups: list[Group],
     decode: Callable[[np.ndarray], str],
     answer_of: Callable[[Group], str],
+    which: str = "two",
 ) -> Iterator[dict]:
-    """Yield fields of samples.jsonl: the best and the worst member of the step's first group whose rewards differ.
+    """Yield fields of samples.jsonl: for `which`, see --log-samples.
 
-    If rewards are equal in every group, it is the first member of the first group. `answer_of` returns the right
+    If rewards are equal in every group, `two` is the first member of the first group. `answer_of` returns the right
     answer, or an empty text.
     """
-    group = next((group for group in groups if np.ptp(group.rewards) > 0), groups[0])
-    answer = answer_of(group)
-    best = int(group.rewards.argmax())
-    worst = int(group.rewards.argmin())
-    for index in dict.fromkeys([best, worst]):
-        member = group.trajectories[index]
-        yield {
-            "step": step,
-            "group": group.group_id,
-            "member": member.member,
-            **decode_trajectory(member, decode),
-            **({"answer": answer} if answer else {}),
-            "turns": member.num_turns,
-            "reward": member.reward,
-            "reward_parts": member.reward_parts,
-            "group_reward": float(group.rewards.mean()),
-            "oldest_version": member.oldest_version,
-        }
+    first = next((group for group in groups if np.ptp(group.rewards) > 0), groups[0])
+    for group in groups if which == "all" else [first]:
+        members = range(len(group.trajectories))
+        if which == "two":
+            members = dict.fromkeys([int(group.rewards.argmax()), int(group.rewards.argmin())])
+        answer = answer_of(group)
+        for index in members:
+            yield _describe_member(step, group, index, decode, answer)
+
+
+def _describe_member(
+    step: int, group: Group, index: int, decode: Callable[[np.ndarray], str], answer: str
+) -> dict:
+    member = group.trajectories[index]
+    return {
+        "step": step,
+        "group": group.group_id,
+        "member": member.member,
+        **decode_trajectory(member, decode),
+        **({"answer": answer} if answer else {}),
+        "turns": member.num_turns,
+        "reward": member.reward,
+        "reward_parts": member.reward_parts,
+        "group_reward": float(group.rewards.mean()),
+        "oldest_version": member.oldest_version,
+    }
 
 
 def decode_trajectory(

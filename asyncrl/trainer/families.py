@@ -36,8 +36,8 @@ def read_config(path: str) -> PreTrainedConfig:
     family = fields.get("model_type")
     if family not in COMPARED:
         raise ValueError(
-            f"--model {path} is a {family}: vLLM computes other log-probs than the trainer, or nobody has "
-            f"compared them (asyncrl/trainer/families.py); take one of {', '.join(COMPARED)}"
+            f"--model {path} is a {family}, whose log-probs in vLLM and in the trainer differ or were not compared "
+            f"(docs/devices.md#which-models); take one of {', '.join(COMPARED)}"
         )
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 

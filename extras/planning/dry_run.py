@@ -173,7 +173,8 @@ def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, li
     )
     if not per_machine:
         raise ValueError(
-            f"--gpus of {pool.count} machines: use torchrun --nproc-per-node N, or scripts/plan.py"
+            f"--gpus of {pool.count} machines needs the trainer ranks of a machine: write .venv/bin/torchrun "
+            f"--nproc-per-node {max(1, pool.gpus // 2)} train_async.py …, for example; scripts/plan.py compares splits"
         )
     config, placement, arithmetic = _fit(given, pool, shape, per_machine)
     tokens = config.max_tokens_per_microbatch
@@ -257,11 +258,14 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
         sum_s = f"({parts}) / (1 + {alpha:g}), or training or sampling + weights if that is longer, at α = {alpha:g}"
     yield f"step: about {now.step_s:.1f} s = {sum_s}"
     num_steps = job.config.steps
-    yield f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations and checkpoints"
+    yield (
+        f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations; a checkpoint is "
+        "written beside the steps that follow"
+    )
     yield (
         f"predicted with mfu {planner.reached_mfu(split.job, split.training):.2g}, {pool.hbm_efficiency:.0%} of "
         f"memory's bandwidth, prompts of {lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on "
-        "average (scripts/plan.py --lengths takes others); nothing was measured"
+        "average, which follow from the limits (scripts/plan.py --lengths takes others); nothing was measured"
     )
     if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)

@@ -68,7 +68,7 @@ def test_a_resumed_run_needs_room_beside_the_checkpoint_that_it_continues_from(m
         check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 0)
     assert check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10).startswith("warning")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=120 * 10**9))
-    with pytest.raises(ValueError, match="128 GB at first, and 120 GB are free"):
+    with pytest.raises(ValueError, match="128 GB at first, 512 GB in the end, and 120 GB are free"):
         check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10)
 
 

@@ -135,9 +135,7 @@ def test_an_engine_that_is_a_version_late_ends_the_run_and_one_that_is_not_is_su
             before = sent(pair)
             pair.perturb()
     Leader(pair).engine_check.finish()
-    assert (
-        "the probe cannot tell whether weights came to worker 0 in time" in capsys.readouterr().out
-    )
+    assert capsys.readouterr().out == "", "no version was compared"
 
 
 @pytest.mark.parametrize("pair", ["shm"], indirect=True)

@@ -7,9 +7,21 @@ from trajectories import make_group
 from asyncrl.runlog.samples import choose_samples
 
 
-def samples_of(groups, answer_of=lambda group: f"answer {group.problem}"):
+def samples_of(groups, answer_of=lambda group: f"answer {group.problem}", which="two"):
     text = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
-    return list(choose_samples(3, groups, text, answer_of))
+    return list(choose_samples(3, groups, text, answer_of, which))
+
+
+def test_a_whole_group_or_all_responses_of_a_step_are_kept_if_asked():
+    equal, unequal = make_group(4, [0.5, 0.5]), make_group(5, [0.0, 1.0, 0.25])
+    kept = samples_of([equal, unequal], which="group")
+    assert [(sample["group"], sample["reward"]) for sample in kept] == [
+        (5, 0.0),
+        (5, 1.0),
+        (5, 0.25),
+    ]
+    kept = samples_of([equal, unequal], which="all")
+    assert [sample["group"] for sample in kept] == [4, 4, 5, 5, 5]
 
 
 def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer():

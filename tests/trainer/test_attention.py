@@ -133,7 +133,7 @@ def test_a_family_that_was_not_compared_is_refused_in_one_line(tmp_path):
     assert set(COMPARED) <= known
     for family in known - set(COMPARED):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        line = f"^--model {tmp_path} is a {family}: vLLM computes other .+qwen3[^\\n]*$"
+        line = f"^--model {tmp_path} is a {family}, whose log-probs .+qwen3[^\\n]*$"
         with pytest.raises(ValueError, match=line):
             read_config(str(tmp_path))
     MistralConfig().save_pretrained(tmp_path)

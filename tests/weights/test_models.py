@@ -155,7 +155,7 @@ def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(tmp_path, m
     change(tmp_path / "config.json", model_type="its_own")
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked about"))
-    with pytest.raises(ValueError, match=r"is a its_own: .+ nobody has compared them"):
+    with pytest.raises(ValueError, match=r"is a its_own, whose .+ were not compared"):
         read_config(folder)
 
 

@@ -148,7 +148,7 @@ def test_without_torchrun_the_fastest_split_is_taken_and_a_slower_one_is_told_of
 
 def test_several_machines_need_the_number_of_ranks():
     config = Config(model=folder_of("0.6b"), **LONG)
-    with pytest.raises(ValueError, match="--gpus of 2 machines: use torchrun"):
+    with pytest.raises(ValueError, match=r"--gpus of 2 machines needs .+ --nproc-per-node 1 train"):
         list(dry_run(config, "2x1xH100"))
 
 
@@ -275,7 +275,7 @@ def line_of_run(words, capsys):
         ("--task gsm8k --model llama", "dataset openai/gsm8k cannot be had .*no route to the hub"),
         ("--task dry_task.py:Double", "its tokenizer or chat template refuses 'What is "),
         ("--task dry_game.py:Echo", "--model tiny: there is no tiny model for --task environment:"),
-        ("--model gemma2", "--model gemma2 is a gemma2: vLLM computes other log-probs"),
+        ("--model gemma2", "--model gemma2 is a gemma2, whose log-probs in vLLM"),
         ("--model no_config", "--model no_config: its folder has no config.json"),
         ("--model no_tokenizer", "its folder has no tokenizer"),
         ("--model no_end", "no token ends a response"),
