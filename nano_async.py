@@ -42,6 +42,7 @@ import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
+from tyro.conf import arg
 
 from algos import ADVANTAGES, LossInputs, make_loss
 from algos.inputs import couples_tokens, gathered
@@ -70,8 +72,8 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    async_ratio: float = 1.0  # A: batches that rollout may run ahead; 0 is synchronous
-    publish_delay: int = 0  # K: steps by which each publish is late
+    async_ratio: Annotated[float, arg(aliases=["--alpha"])] = 1.0  # A, batches ahead; or 0
+    publish_delay: Annotated[int, arg(aliases=["--delay"])] = 0  # K, steps that weights are late
     steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
