@@ -72,7 +72,7 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    async_ratio: Annotated[float, arg(aliases=["--alpha"])] = 1.0  # A, batches ahead; or 0
+    async_ratio: Annotated[float, arg(aliases=["--alpha"])] = 1.0  # A, batches ahead
     publish_delay: Annotated[int, arg(aliases=["--delay"])] = 0  # K, steps that weights are late
     steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step

@@ -4,6 +4,7 @@ import difflib
 import functools
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from itertools import count, islice
 
@@ -19,7 +20,9 @@ class ReasoningGym(Task):
 
     def __init__(self, name: str, seed: int) -> None:
         """Raises ValueError if the library has no dataset of that name, or one that cannot be used here."""
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+            from reasoning_gym.factory import DATASETS
 
         names = DATASETS.keys() - {"composite"}
         if name not in names:

@@ -34,7 +34,7 @@ from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import read_resumed_options
 from asyncrl.records import Trajectory
 from asyncrl.runlog.manifest import parse_step
-from asyncrl.runlog.samples import decode_trajectory
+from asyncrl.runlog.samples import decode_trajectory, readable_answer
 
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
@@ -110,7 +110,7 @@ def describe_response(
     is_failed = response.finish_reason == "failed"
     return {
         **decode_trajectory(response, decode),
-        "answer": answer,
+        "answer": readable_answer(answer),
         "reward": None if is_failed else response.reward,
         "reward_parts": response.reward_parts,
         "finish_reason": response.finish_reason,
@@ -134,7 +134,8 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
     for k in sorted({*powers, num_samples}):
         rows[f"pass@{k}"] = pass_at(k, is_right.sum(1), num_samples)
     num_failed = evaluation.failures().num_failed
-    lines = [f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"]
+    what = f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"
+    lines = [f"{what}; ± is the standard error over problems"]
     for name, values in rows.items():
         error = values.std(ddof=1) / len(values) ** 0.5
         lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")

@@ -1,5 +1,6 @@
 """The samples of a step for people, in samples.jsonl."""
 
+import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -38,13 +39,25 @@ def _describe_member(
         "group": group.group_id,
         "member": member.member,
         **decode_trajectory(member, decode),
-        **({"answer": answer} if answer else {}),
+        **({"answer": readable_answer(answer)} if answer else {}),
         "turns": member.num_turns,
         "reward": member.reward,
         "reward_parts": member.reward_parts,
         "group_reward": float(group.rewards.mean()),
         "oldest_version": member.oldest_version,
     }
+
+
+def readable_answer(answer: str) -> object:
+    """Return an answer for people. A row, which is a JSON object, is its own `answer` or its columns but the prompt."""
+    try:
+        row = json.loads(answer)
+    except ValueError:
+        return answer
+    if not isinstance(row, dict):
+        return answer
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    return columns.get("answer", columns)
 
 
 def decode_trajectory(

@@ -2,14 +2,28 @@
 
 import dataclasses
 
+import pytest
 from trajectories import make_group
 
-from asyncrl.runlog.samples import choose_samples
+from asyncrl.runlog.samples import choose_samples, readable_answer
 
 
 def samples_of(groups, answer_of=lambda group: f"answer {group.problem}", which="two"):
     text = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     return list(choose_samples(3, groups, text, answer_of, which))
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("a6 b4", "a6 b4"),
+        ("17", "17"),
+        ('{"prompt": "3 + 4", "answer": 7}', 7),
+        ('{"messages": [{"role": "user", "content": "above 5"}], "least": 5}', {"least": 5}),
+    ],
+)
+def test_the_answer_of_a_row_is_shown_without_its_prompt(answer, shown):
+    assert readable_answer(answer) == shown
 
 
 def test_a_whole_group_or_all_responses_of_a_step_are_kept_if_asked():
