@@ -53,7 +53,7 @@ def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     # two samples of three problems; the last but two failed
     rewards = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0]
     assert describe(evaluation_of(rewards, failed=[3]), 2) == [
-        "3 problems, 2 samples each, 1 failed",
+        "3 problems, 2 samples each, 1 failed; ± is the standard error over problems",
         "mean reward 0.250 ± 0.144",
         "pass@1      0.167 ± 0.167",
         "pass@2      0.333 ± 0.333",
