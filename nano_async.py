@@ -139,7 +139,7 @@ class Rollout:
         self.samples = defaultdict(list)  # responses that have arrived, by group
         self.arrived = queue.Queue()
         for pipe in pipes:
-            threading.Thread(target=self.receive, args=(pipe,), daemon=True).start()
+            threading.Thread(target=self.receive, args=(pipe,)).start()  # ends with its worker
 
     def receive(self, pipe):
         """Receive at all times, because a full pipe would stop its worker."""

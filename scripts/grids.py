@@ -161,7 +161,8 @@ def table(runs: pd.DataFrame) -> list[str]:
         {**columns, **COLUMNS, **LATE_COLUMNS},
     )
     shown = shown.loc[:, (shown != MISSING).any()]
-    lines = ["", "Mean ± standard deviation over n seeds."]
+    note = "Staleness is a mean over all steps: with --publish-delay K it grows from 0 to K in the first K steps."
+    lines = ["", f"Mean ± standard deviation over n seeds. {note}"]
     num_failed = shown.loc[shown["error"] != "", "n"].sum()
     if num_failed:
         failed = f"Of {len(runs)} runs {num_failed} failed."

@@ -77,10 +77,10 @@ class RandomEngine:
         return outputs
 
 
-def serve_until_end(nano, *arguments):
-    """Serve in a thread until the message that ends it."""
-    with suppress(Ended):
-        nano.serve(*arguments)
+def serve_until_end(nano, pipe, *arguments):
+    """Serve in a thread until the message that ends it, and close the pipe, as the end of a worker does."""
+    with pipe, suppress(Ended):
+        nano.serve(pipe, *arguments)
 
 
 def sampled_staleness(nano, options, num_steps, rng):
