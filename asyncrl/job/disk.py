@@ -64,9 +64,8 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
     each = f"checkpoints: {format_bytes(sum(sizes))} each"
     room = f"{format_bytes(free)} are free in {config.runs_dir}"
     if at_first > free:
-        beside = ", as the second is written beside the first" * (
-            num_saved > 1 and not first_version
-        )
+        is_beside = num_saved > 1 and not first_version
+        beside = ", as the second is written beside the first" * is_beside
         raise ValueError(
             f"{each}, {format_bytes(at_first)} at first{beside}, {format_bytes(at_last)} in the end, and {room}; make "
             "room, or change --runs-dir; "

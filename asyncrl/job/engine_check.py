@@ -67,9 +67,8 @@ class EngineCheck:
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
             arrival = arrivals.recent
-            if (
-                arrival is None
-            ):  # no weight has changed since the last version that was surely right
+            # None: no weight has changed since the last version that was surely right.
+            if arrival is None:
                 continue
             # The whole run dilutes a late fault, so the record has the number that the alarm compares.
             whole = replace(arrivals.whole, late_sigmas=arrival.late_sigmas)

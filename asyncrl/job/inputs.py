@@ -69,7 +69,7 @@ def check_model(config: Config, model_path: str, device: str) -> None:
         raise ValueError(
             f"--max-prompt-tokens {config.max_prompt_tokens} + --max-response-tokens {config.max_response_tokens} = "
             f"{config.max_sequence_tokens} tokens, and a sequence of {config.model} may have {limit}: its positions "
-            "end there, or its longrope changes there; lower one of the two, which have defaults"
+            "end there, or its longrope changes there; lower one of the two; both have defaults"
         )
 
 

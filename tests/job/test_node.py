@@ -177,7 +177,7 @@ def test_a_longer_sequence_is_refused(tmp_path):
     path = save_tiny_family("phi3", str(tmp_path), **LONG_PHI3)
     fitting = Config(model=path, max_prompt_tokens=4, max_response_tokens=20)
     check_model(fitting, path, "cpu")
-    line = r"4 \+ --max-response-tokens 21 = 25 tokens, and a sequence of .* may have 24: .*, which have defaults$"
+    line = r"4 \+ --max-response-tokens 21 = 25 tokens, and a sequence of .* may have 24: .*; both have defaults$"
     with pytest.raises(ValueError, match=line):
         check_model(replace(fitting, max_response_tokens=21), path, "cpu")
 
