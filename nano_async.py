@@ -51,7 +51,6 @@ import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
-from tyro.conf import arg
 
 from algos import ADVANTAGES, LossInputs, make_loss
 from algos.inputs import couples_tokens, gathered
@@ -72,8 +71,8 @@ class Options:
     data_path: str | None = None  # rows of the task, if it has rows
     algo: str = "grpo"  # a loss of algos/
     algo_args: tuple[str, ...] = ()  # arguments of the loss, NAME=VALUE each
-    async_ratio: Annotated[float, arg(aliases=["--alpha"])] = 1.0  # A, batches ahead
-    publish_delay: Annotated[int, arg(aliases=["--delay"])] = 0  # K, steps that weights are late
+    async_ratio: Annotated[float, tyro.conf.arg(aliases=["--alpha"])] = 1.0  # A, batches ahead
+    publish_delay: int = 0  # K, steps that weights are late
     steps: int = 60  # steps of training
     groups_per_step: int = 32  # B: prompts in a step
     group_size: int = 8  # G: responses to a prompt
@@ -139,7 +138,7 @@ class Rollout:
         self.samples = defaultdict(list)  # responses that have arrived, by group
         self.arrived = queue.Queue()
         for pipe in pipes:
-            threading.Thread(target=self.receive, args=(pipe,)).start()  # ends with its worker
+            threading.Thread(target=self.receive, args=[pipe]).start()  # ends with its worker
 
     def receive(self, pipe):
         """Receive at all times, because a full pipe would stop its worker."""
@@ -162,7 +161,7 @@ class Rollout:
         if version == 0 or len(self.held_back) > self.options.publish_delay:
             self.sent_version, due = self.held_back.pop(0)
         num_groups = self.options.groups_per_step
-        num_ahead = math.floor((1 + self.options.async_ratio) * num_groups)
+        num_ahead = int((1 + self.options.async_ratio) * num_groups)
         num_may_start = version * num_groups + num_ahead
         self.send(range(self.num_started, num_may_start), self.options.group_size, due)
         self.num_started = num_may_start
@@ -297,8 +296,10 @@ def serve(pipe, options: Options, task, llm):
             sample.versions += [version] * (len(response.token_ids) - len(sample.versions))
             if output.finished:
                 sample.tokens = list(response.token_ids)
-                found = zip(sample.tokens, response.logprobs)
-                sample.logprobs = [logprobs[token].logprob for token, logprobs in found]
+                sample.logprobs = [
+                    logprobs[token].logprob
+                    for token, logprobs in zip(sample.tokens, response.logprobs)
+                ]
                 sample.reward = float(task.score(sample.answer, response.text))
                 pipe.send(running.pop(output.request_id))
 
@@ -385,7 +386,7 @@ def main(options: Options):
         train(options, loss, rollout, log)
     finally:
         for process in mp.active_children():
-            process.terminate()  # because an engine takes 5 s to end on its own
+            process.terminate()  # because an engine takes seconds to end on its own
             process.join()
     dist.destroy_process_group()
 

@@ -195,7 +195,7 @@ MISTAKES = {
     "--task nope": f"--task must be one of {', '.join(TASKS)}, got nope",
     "--task gsm8k --data-path nowhere": "--data-path nowhere does not exist; .*",
     "--async-ratio -1": "--async-ratio must be at least 0, got -1.0",
-    "--alpha -2 --delay 3": "--async-ratio must be at least 0, got -2.0",
+    "--alpha -2": "--async-ratio must be at least 0, got -2.0",
     "--async-ratio nan": "--async-ratio must be at least 0, got nan",
     "--group-size 0": "--group-size must be at least 1, got 0",
     "--model data/tiny/sums": "--lr 0.001 is for the tiny model; choose one for data/tiny/sums",
