@@ -79,7 +79,7 @@ def run_job(job: Callable[[], None]) -> None:
     try:
         job()
     except EXPECTED as error:
-        print_error(str(error))
+        print_end(error)
         sys.exit(status_of(error))
 
 
@@ -97,11 +97,13 @@ def _interrupt(number: int, frame) -> None:
     raise Interrupted(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
-def print_error(reason: str) -> None:
-    """Print why the run ends. torchrun prints it again in its own report."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+def print_end(error: BaseException) -> None:
+    """Print why the run ends. torchrun prints it again in its own report. A stop that was asked for is no error."""
+    reason = str(error) if isinstance(error, EXPECTED) else repr(error)
+    line = reason if isinstance(error, Interrupted) else f"error: {reason}"
+    print(line, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": f"error: {reason}", "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):  # the disk may be full
             Path(path).write_text(json.dumps({"message": {"message": reason, "extraInfo": extra}}))
 
@@ -111,10 +113,9 @@ def end_by(error: BaseException, take_down: Callable[[], None]) -> NoReturn:
 
     NCCL's destruction waits for ranks that may be waiting for this one (pytorch#141510).
     """
-    is_expected = isinstance(error, EXPECTED)
     try:
-        print_error(str(error) if is_expected else repr(error))
-        if not is_expected:
+        print_end(error)
+        if not isinstance(error, EXPECTED):
             traceback.print_exception(error)
         take_down()
         sys.stdout.flush()

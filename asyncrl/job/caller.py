@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.cluster.processes import EXPECTED, print_error
+from asyncrl.cluster.processes import EXPECTED, print_end
 
 _UNGUARDED = (
     "this program calls train() whenever it is imported, as each process of a run does; put the call under "
@@ -31,10 +31,10 @@ def _end_in_one_line(error: BaseException) -> None:
     show, show_in_thread = sys.excepthook, threading.excepthook
 
     def end(kind, value, trace) -> None:
-        print_error(str(value)) if value is error else show(kind, value, trace)
+        print_end(value) if value is error else show(kind, value, trace)
 
     def end_thread(ended) -> None:
-        print_error(str(error)) if ended.exc_value is error else show_in_thread(ended)
+        print_end(error) if ended.exc_value is error else show_in_thread(ended)
 
     sys.excepthook, threading.excepthook = end, end_thread
 

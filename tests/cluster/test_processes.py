@@ -93,7 +93,7 @@ def test_a_signal_ends_a_run_also_where_code_of_others_catches_errors_or_has_cau
         "run_job(job)"
     )
     run = run_python("-c", code)
-    assert (run.returncode, run.stderr) == (130, "error: stopped by SIGINT\n")
+    assert (run.returncode, run.stderr) == (130, "stopped by SIGINT\n")
 
 
 def test_a_rank_of_several_says_why_it_ends_and_shows_where_if_the_code_is_at_fault():

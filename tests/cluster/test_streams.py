@@ -131,5 +131,5 @@ def test_the_end_of_a_terminal_asks_a_run_to_stop_unless_it_is_started_by_nohup(
         check=False,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, handler),
     )
-    expected = (0, "") if is_ignored else (129, "error: stopped by SIGHUP\n")
+    expected = (0, "") if is_ignored else (129, "stopped by SIGHUP\n")
     assert (run.returncode, run.stderr) == expected

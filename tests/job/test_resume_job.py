@@ -100,10 +100,7 @@ def test_with_alpha_0_a_run_that_is_stopped_killed_and_out_of_time_is_the_unbrok
     job.wait_until(lambda: job.num_steps() >= 5)
     assert stop(job) == 128 + signal.SIGTERM
     num_steps = job.num_steps()
-    assert (
-        f"error: stopped by SIGTERM after step {num_steps}, which is saved; continue"
-        in job.output()
-    )
+    assert f"stopped by SIGTERM after step {num_steps}, which is saved; continue" in job.output()
     assert find_newest_checkpoint(job.run_path).step == num_steps < 24
     job = resume(job)
     job.wait_until(lambda: find_newest_checkpoint(job.run_path).step > num_steps)
@@ -275,7 +272,7 @@ def test_a_second_signal_ends_a_node_at_once_while_it_waits_for_the_other(tmp_pa
     os.kill(waits.process.pid, signal.SIGINT)
     assert waits.wait(20) == 128 + signal.SIGINT
     assert time.monotonic() - start_s < 10
-    assert "error: stopped by SIGINT; " in waits.output()
+    assert "stopped by SIGINT; " in waits.output()
     assert late.wait(60) == 1
     assert f"error: node 0 ({HOST}) ended: stopped by SIGINT" in late.output()
 
@@ -303,4 +300,4 @@ def test_two_ranks_that_wait_for_a_first_host_are_ended_together_by_a_signal(tmp
     for job in jobs:
         os.kill(job.process.pid, signal.SIGTERM)
     assert 0 not in [job.wait(20) for job in jobs]
-    assert "error: stopped by SIGTERM; nothing is saved yet" in jobs[0].output()
+    assert "stopped by SIGTERM; nothing is saved yet" in jobs[0].output()
