@@ -59,6 +59,8 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     Each machine has as many trainer ranks as torchrun's --nproc-per-node, or the best number. Raises ValueError, in one
     line, for unknown GPUs, a model that does not fit, and inputs that a run refuses before its engine starts.
     """
+    if given.run_name and not given.resume:
+        check_is_free(Path(given.runs_dir, given.run_name))
     text = gpus or local_gpus()
     pool = read_pool(text) if text else None
     device = "cuda" if pool or visible_gpus() else "cpu"
@@ -78,8 +80,6 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
         yield from placed
         yield choose_lr(config, shape.num_parameters)[1]
         yield from _check_inputs(config, folder, task, device)
-    if given.run_name and not given.resume:
-        check_is_free(Path(given.runs_dir, given.run_name))
     yield config.freshness()
     yield from _describe_disk(config, shape.num_parameters, gpus, device)
     yield from predicted

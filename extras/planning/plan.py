@@ -61,7 +61,7 @@ def torchrun(machines: int, gpus: int, save_s: float) -> list[str]:
 
     A run that is stopped gets at least twice the time of a checkpoint, `save_s`, if that is longer than torchrun gives.
     """
-    words = ["torchrun", "--nproc-per-node", str(gpus)]
+    words = [".venv/bin/torchrun", "--nproc-per-node", str(gpus)]
     if 2 * save_s > SHUTDOWN_S:
         words += [
             "--shutdown-timeout",
@@ -85,7 +85,7 @@ def commands(plan: Plan) -> list[dict[str, str]]:
     for site, engine, count in plan.engines:
         if site.trains:
             continue
-        join = f"python rollout.py --join {JOIN} --key swarm.key"
+        join = f".venv/bin/python rollout.py --join {JOIN} --key swarm.key"
         if engine.tp != config.rollout_tp:
             join += f" --rollout-tp {engine.tp}"
         each = site.gpus // engine.tp

@@ -98,7 +98,7 @@ def check_command(command, monkeypatch):
     assert re.search(rf"^{config.steps} steps: about [\d.]+ hours", lines, re.M)
     assert "predicted with mfu 0.35, 70% of memory's bandwidth" in lines
     start, _, words = lines.splitlines()[-1].partition(" train_async.py ")
-    assert start.startswith("to start it, without --dry-run: torchrun --nproc-per-node 4")
+    assert start.startswith("to start it, without --dry-run: .venv/bin/torchrun --nproc-per-node 4")
     assert start.count("--shutdown-timeout 600") == 1 and "\nsave: about 1" in lines
     assert ("--nnodes 2 " in start) == (num_machines == 2)
     assert read_options(shlex.split(words)) == config
