@@ -37,8 +37,8 @@ from asyncrl.runlog.manifest import parse_step
 from asyncrl.runlog.samples import decode_trajectory, readable_answer
 
 OF_EVALUATION = (
-    "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "temperature",
-    "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", "tool_parser", "reasoning_parser",
+    "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens",
+    "temperature", "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", "tool_parser", "reasoning_parser",
     *(option.name for option in options_changeable_by(ChangeableBy.EVALUATION)),
 )  # fmt: skip
 """Options that say what is sampled, and where. An evaluation has the others by default."""
@@ -50,7 +50,7 @@ def choose_options(model: str, words: list[str]) -> Config:
     for word in words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in allowed:
-            listed = ["--eval-samples", "--out", *allowed]
+            listed = ["--eval-samples", "--right-from", "--out", *allowed]
             hint = nearest(name, listed)
             raise ValueError(
                 f"{word} means nothing here; an evaluation takes {', '.join(listed)}{hint}"
@@ -118,17 +118,18 @@ def describe_response(
     }
 
 
-def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
+def describe(evaluation: Evaluation, num_samples: int, right_from: float = 1.0) -> list[str]:
     """Return lines with mean reward and pass@k for k = 1, 2, 4 …: means over problems ± standard errors.
 
-    A response is right if its reward is at least 1.
+    A response is right if its reward is at least `right_from`.
     """
-    rewards = np.zeros(evaluation.num_asked)  # a response that failed has none
+    rewards = np.full(evaluation.num_asked, np.nan)  # a response that failed has none, and is wrong
     for trajectory in evaluation.trajectories:
         if trajectory.finish_reason != "failed":
             rewards[trajectory.member] = trajectory.reward
     rewards = rewards.reshape(-1, num_samples)
-    is_right = rewards >= 1
+    is_right = rewards >= right_from
+    rewards = np.nan_to_num(rewards)
     rows = {"mean reward": rewards.mean(1)}
     powers = [2**exponent for exponent in range(num_samples.bit_length())]
     for k in sorted({*powers, num_samples}):
@@ -141,7 +142,8 @@ def describe(evaluation: Evaluation, num_samples: int) -> list[str]:
         lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")
     if rewards.mean() > 0 and not is_right.any():
         lines.append(
-            f"No response is right: a right one has a reward of at least 1, the best has {rewards.max():.3g}."
+            f"No response is right: a right one has a reward of at least {right_from:g}, the best has "
+            f"{rewards.max():.3g}; --right-from sets another limit."
         )
     return lines
 
@@ -164,6 +166,8 @@ class Arguments:
     """A folder, a name, or runs/NAME."""
     eval_samples: int = 1
     """Samples of each problem."""
+    right_from: float = 1.0
+    """Reward from which a response counts as right in pass@k."""
     out: Path | None = None
     """New file for the responses, a line of JSON each: prompt, response, answer and reward. The printed lines go to
     FILE.summary.txt beside it."""
@@ -190,7 +194,8 @@ def main() -> None:
         try_choices(config)
         with tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True) as folder:
             evaluation, rows = sample(replace(config, runs_dir=folder), given.eval_samples)
-        lines = [f"weights: {config.model}", *describe(evaluation, given.eval_samples)]
+        results = describe(evaluation, given.eval_samples, given.right_from)
+        lines = [f"weights: {config.model}", *results]
         print("\n".join(lines), flush=True)
         if given.out:
             given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

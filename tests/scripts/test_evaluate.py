@@ -45,19 +45,24 @@ def test_pass_at_k_is_the_share_of_all_draws_of_k_samples_that_hold_a_right_one(
 @pytest.mark.parametrize(("best", "is_told"), [(0.75, True), (1.0, False), (0.0, False)])
 def test_what_is_right_is_told_if_there_are_rewards_and_no_right_response(best, is_told):
     *_, last = describe(evaluation_of([0.0, best, 0.0, best / 2]), 2)
-    told = "No response is right: a right one has a reward of at least 1, the best has 0.75."
+    told = (
+        "No response is right: a right one has a reward of at least 1, the best has 0.75; "
+        "--right-from sets another limit."
+    )
     assert (last == told) == is_told
 
 
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     # two samples of three problems; the last but two failed
-    rewards = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0]
-    assert describe(evaluation_of(rewards, failed=[3]), 2) == [
+    evaluation = evaluation_of([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], failed=[3])
+    assert describe(evaluation, 2) == [
         "3 problems, 2 samples each, 1 failed; ± is the standard error over problems",
         "mean reward 0.250 ± 0.144",
         "pass@1      0.167 ± 0.167",
         "pass@2      0.333 ± 0.333",
     ]
+    assert describe(evaluation, 2, 0.5)[2].split() == ["pass@1", "0.333", "±", "0.167"]
+    assert describe(evaluation, 2, 0.0)[2].split() == ["pass@1", "0.833", "±", "0.167"]
 
 
 def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
