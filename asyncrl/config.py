@@ -199,6 +199,9 @@ class Config:
     """Longest trajectory beyond its prompt, tokens, environment's included, or all that an agent samples. A longer one
     is cut and scored as it is.
     With another model than `tiny` the default is 1024, for `sums` 24."""
+    max_turn_tokens: AtLeastOne | None = None
+    """Longest turn of the policy in an environment, tokens; unset: as max_response_tokens. A longer one is cut, and the
+    environment answers it."""
     algo: Annotated[str, REPLAY] = "grpo"
     """Policy loss: `reinforce`, `grpo`, `decoupled_ppo`, `tis`, `cispo`, `topr`, `weighted_topr`, `gspo`, `kimi`,
     `icepop`, `aipo`, `m2po`, `dppo`, `sapo`, `opsm`, `mis`, `tis_ppo`, `gmpo`, `vespo`, `sequence_is`, `cppo`, `drpo`,
@@ -735,6 +738,11 @@ RULES: list[Rule] = [
         lambda c: c.advantage_options.overlong_tokens >= c.max_response_tokens,
         "--advantage.overlong-tokens {c.advantage_options.overlong_tokens} must be below --max-response-tokens "
         "{c.max_response_tokens}, or no response is short enough; change one of the two",
+    ),
+    (
+        lambda c: c.max_turn_tokens is not None and not is_environment(c.task),
+        "--max-turn-tokens needs a task of several turns, got --task {c.task}; use --max-response-tokens, or in an "
+        "agent max_tokens of a call",
     ),
     (
         lambda c: c.group_size == 1 and c.advantage in GROUP_ADVANTAGES,

@@ -185,6 +185,10 @@ class Trajectory(TokenColumns):
     """Start and end of each turn that was answered, and the time of the answer; Unix times, seconds."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Parts of the reward by name; empty if it failed or was aborted."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of the turns of an environment. Empty for other tasks, and if it failed or was aborted."""
+    last_observation: str = ""
+    """Text of such an environment that no token shows, because the episode ended."""
     segment_lengths: tuple[int, ...] = ()
     """Tokens of each segment of an agent's trajectory, which the arrays have joined. Empty for other tasks: all tokens
     are one segment. A generated token is on the loss mask of one segment only."""

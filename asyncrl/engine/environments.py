@@ -18,6 +18,8 @@ class Step:
     reward: float
     ended: bool
     reward_parts: dict[str, float] = field(default_factory=dict)
+    observation: str | None = None
+    """Text of an environment of several turns, for people."""
 
 
 class Environment(Protocol):

@@ -25,6 +25,8 @@ from asyncrl.records import (
     spread_columns,
 )
 
+MAX_LAST_OBSERVATION = 2000
+"""Characters of it that are kept."""
 _SEEDS_PER_TURN = 1 << 16  # each part of an interrupted turn needs a seed
 
 
@@ -60,6 +62,8 @@ class Episode:
         self.turn_times: list[tuple[float, float, float]] = []
         self.reward = 0.0
         self.reward_parts: Counter[str] = Counter()
+        self.turn_rewards: list[float] = []
+        self.last_observation = ""
 
     def abort(self) -> None:
         """End the trajectory now. While it samples, the engine's abort of `request_ids` does that."""
@@ -102,14 +106,16 @@ class Episode:
             self.turn_times.append((*self._sampling_times, time.time()))
             self.reward = number_of(self.reward + step.reward, "the sum of rewards")
             self.reward_parts.update(step.reward_parts)
-            if step.ended:
-                return completion.finish_reason
-            if len(self.tokens) + len(step.tokens) >= max_tokens:
-                return "length"
+            if step.observation is not None:
+                self.turn_rewards.append(step.reward)
+            if step.ended or len(self.tokens) + len(step.tokens) >= max_tokens:
+                self.last_observation = (step.observation or "")[:MAX_LAST_OBSERVATION]
+                return completion.finish_reason if step.ended else "length"
             self.tokens += step.tokens
 
     async def act(self, max_tokens: int) -> Completion:
         started_at = time.time()
+        max_tokens = min(max_tokens, self.config.max_turn_tokens or max_tokens)
         completion = await self.ask_policy(tuple(self.tokens), max_tokens)
         self.placed_completions.append((len(self.tokens), completion))
         self.tokens += completion.tokens
@@ -152,6 +158,8 @@ class Episode:
             ended_at=time.time(),
             worker=worker,
             turns=tuple(self.turn_times),
+            turn_rewards=tuple(self.turn_rewards) if has_ended else (),
+            last_observation=self.last_observation if has_ended else "",
             experts=self.placed_completions[-1][1].experts if self.placed_completions else None,
             # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **spread_columns(self.placed_completions, length),

@@ -62,15 +62,21 @@ def readable_answer(answer: str) -> object:
 
 def decode_trajectory(
     trajectory: Trajectory, decode: Callable[[np.ndarray], str]
-) -> dict[str, str | list[str]]:
-    """Return the texts `prompt` and `response`, and the list `branches` if an agent's trajectory has some."""
+) -> dict[str, str | list]:
+    """Return the texts `prompt` and `response`, and the list `branches` if an agent's trajectory has some.
+
+    That of an environment of several turns also has `last_observation` and `turn_rewards`.
+    """
     mask = trajectory.loss_mask
     start = int(mask.argmax()) if mask.any() else len(mask)
     first, *branches = trajectory.segments
-    texts: dict[str, str | list[str]] = {
+    texts: dict[str, str | list] = {
         "prompt": decode(trajectory.tokens[:start]),
         "response": decode(trajectory.tokens[start : first.stop]),
     }
     if branches:
         texts["branches"] = [decode(trajectory.tokens[branch]) for branch in branches]
+    if trajectory.turn_rewards:
+        texts["last_observation"] = trajectory.last_observation
+        texts["turn_rewards"] = list(trajectory.turn_rewards)
     return texts

@@ -58,10 +58,10 @@ class MultiTurn:
         )
         reward = number_of(reward, "the step's reward")
         if _flag(terminated, "terminated") | _flag(truncated, "truncated"):
-            return Step([], reward, ended=True)  # nobody reads the last observation
-        return Step(
-            self.pool.conversation.reply(_text(observation), ended_turn), reward, ended=False
-        )
+            return Step([], reward, ended=True, observation=_readable(observation))
+        text = _text(observation)
+        tokens = self.pool.conversation.reply(text, ended_turn)
+        return Step(tokens, reward, ended=False, observation=text)
 
 
 def _items(returned: Any, method: str, names: str) -> tuple | list:
@@ -85,6 +85,13 @@ def _text(observation: Any) -> str:
             f"the observation has {where}, expected text without lone surrogates"
         ) from None
     return observation
+
+
+def _readable(observation: Any) -> str:
+    """Return the last observation for people. The policy does not read it, so it can be anything."""
+    if not isinstance(observation, str):
+        return ""
+    return observation[:MAX_OBSERVATION].encode(errors="replace").decode()
 
 
 def _flag(value: Any, name: str) -> bool:

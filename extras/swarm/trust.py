@@ -6,11 +6,12 @@ log-probs and rewards are true.
 
 from collections.abc import Iterator
 from itertools import chain, pairwise
-from math import isnan, log
+from math import isclose, isnan, log
 
 import numpy as np
 
 from asyncrl.config import Config, is_environment
+from asyncrl.engine.episode import MAX_LAST_OBSERVATION
 from asyncrl.engine.rewards import MAX_FAILURE, MAX_REWARD, are_parts
 from asyncrl.records import DTYPES, OPTIONAL_COLUMNS, Ticket, Trajectory, slice_columns
 
@@ -158,8 +159,19 @@ def _check_ending(t: Trajectory, num_generated: int, config: Config) -> Iterator
     has_parts = has_ended and are_parts(t.reward_parts)
     if t.reward_parts and (not has_parts or is_environment(config.task)):
         yield f"{len(t.reward_parts)} parts of a reward, {reason}"
+    yield from _check_turns(t, has_ended and is_environment(config.task))
     if len(t.failure) > MAX_FAILURE or bool(t.failure) != (reason == "failed"):
         yield f"{len(t.failure)} characters of failure, {reason}"
+
+
+def _check_turns(t: Trajectory, has_rewards: bool) -> Iterator[str]:
+    num_turns, total = t.num_turns if has_rewards else 0, sum(t.turn_rewards)
+    if len(t.turn_rewards) != num_turns:
+        yield f"{len(t.turn_rewards)} rewards of turns, not {num_turns}"
+    if has_rewards and not isclose(total, t.reward):
+        yield f"rewards of turns with a sum of {total:.4g}, and a reward of {t.reward:.4g}"
+    if len(t.last_observation) > (MAX_LAST_OBSERVATION if has_rewards else 0):
+        yield f"{len(t.last_observation)} characters of a last observation"
 
 
 def _check_times(t: Trajectory, is_agent: bool) -> Iterator[str]:

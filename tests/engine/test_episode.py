@@ -91,20 +91,26 @@ REWARDS = (0, True, 0.25, np.float32(0.5), np.array(3.0))
         max_size=4,
     ),
     limit=st.integers(1, 40),
+    turn_limit=st.none() | st.integers(1, 4),
     terminated=st.booleans(),
     group_id=st.sampled_from([3, EVALUATION_GROUP, GREEDY_GROUP]),
 )
 def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
-    turns, limit, terminated, group_id
+    turns, limit, turn_limit, terminated, group_id
 ):
     """Turns are a text, whether it is cut, what is observed then, and the reward."""
     answers = [stepped(observation, reward, np.bool_(False)) for _, _, observation, reward in turns]
-    answers[-1] = stepped(None, turns[-1][3], terminated, np.bool_(not terminated))
+    last_observation = turns[-1][2] if terminated else None
+    answers[-1] = stepped(last_observation, turns[-1][3], terminated, np.bool_(not terminated))
     pool = make_pool((FIRST, {}), *answers)
     ticket = replace(TICKET, group_id=group_id)
     responses = [turn[:2] for turn in turns]
     episode = make_episode(
-        MultiTurn(pool, 11), *responses, ticket=ticket, max_response_tokens=limit
+        MultiTurn(pool, 11),
+        *responses,
+        ticket=ticket,
+        max_response_tokens=limit,
+        max_turn_tokens=turn_limit,
     )
     trajectory = asyncio.run(episode.run(0))
 
@@ -112,9 +118,10 @@ def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
     versions, calls, total, end = [-1] * len(tokens), [], 0.0, len(tokens) + limit
     for turn, (text, is_cut, observation, reward) in enumerate(turns):
         seed = None if group_id == GREEDY_GROUP else 123 + turn * 65536
-        calls.append((f"7.{turn}", list(tokens), seed, end - len(tokens), None))
+        most = min(end - len(tokens), turn_limit or limit)
+        calls.append((f"7.{turn}", list(tokens), seed, most, None))
         whole = TOKENIZER.encode(text) + [EOS] * (not is_cut)
-        response = whole[: end - len(tokens)]
+        response = whole[:most]
         tokens += response
         versions += [turn + 1] * len(response)
         total += float(reward)
@@ -134,6 +141,10 @@ def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
     assert trajectory.behavior_logprobs.tolist() == [-max(version, 0) for version in versions]
     assert type(trajectory.reward) is float and trajectory.reward == total
     assert (trajectory.finish_reason, trajectory.num_turns) == (reason, len(calls))
+    turns_played = turns[: len(calls)]
+    assert trajectory.turn_rewards == tuple(float(turn[3]) for turn in turns_played)
+    has_text = len(calls) < len(turns) or last_observation is not None
+    assert trajectory.last_observation == (turns_played[-1][2] if has_text else "")
     moments = [moment for times in trajectory.turns for moment in times]
     times = [trajectory.started_at, *moments, trajectory.ended_at]
     assert len(moments) == 3 * len(calls) and times == sorted(times)

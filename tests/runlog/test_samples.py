@@ -47,3 +47,11 @@ def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer
     }  # fmt: skip
     assert worst == best | {"member": 1, "reward": 0.0}
     assert all("answer" not in sample for sample in samples_of([group], lambda group: ""))
+
+
+def test_a_game_is_kept_with_the_reward_of_each_turn_and_the_last_observation():
+    group = make_group(4, [1.0])
+    last = dict(turn_rewards=(0.0, 1.0), last_observation="right")
+    game = dataclasses.replace(group.trajectories[0], num_turns=2, **last)
+    (sample,) = samples_of([dataclasses.replace(group, trajectories=(game,))])
+    assert (sample["turn_rewards"], sample["last_observation"]) == ([0.0, 1.0], "right")

@@ -172,6 +172,8 @@ LIES = {
         {"ended_at": 0.0},
         lambda t: {"failure": "" if t.failure else "no"},
         {"failure": "x" * 10**4},
+        {"last_observation": "x" * 10**4},
+        lambda t: {"turn_rewards": (*t.turn_rewards, 0.0)},
     ],
     "older": [value("policy_versions", "first", NEWEST)],
     "ended": [
@@ -192,10 +194,14 @@ LIES = {
         {"reward_parts": {"right": 1.0}},
         {"finish_reason": "stop", "reward": 1.0},
     ],
-    "single": [longer(2, False), value("tokens", "given", 9)],
+    "single": [{"last_observation": "x"}, longer(2, False), value("tokens", "given", 9)],
     "single not ended": [{"finish_reason": "failed", "failure": "no", "num_turns": 0, "turns": ()}],
     "single stop": [{"finish_reason": "length"}],
-    "several ended": [{"reward_parts": {"right": 1.0}}],
+    "several ended": [
+        {"reward_parts": {"right": 1.0}},
+        lambda t: {"turn_rewards": (t.turn_rewards[0] + 1.0, *t.turn_rewards[1:])},
+        {"turn_rewards": ()},
+    ],
     "prefix": [
         value("tokens", "first", 9),
         value("behavior_logprobs", "first", -1.25),
