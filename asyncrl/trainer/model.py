@@ -104,8 +104,13 @@ def load_model(
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model, in order."""
-    return [layer for layer in model.modules() if type(layer).__name__ in model._no_split_modules]
+    """Return the layers of a model, in order. FSDP makes each sharded layer an instance of a subclass."""
+    names = set(model._no_split_modules)
+    return [
+        module
+        for module in model.modules()
+        if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+    ]
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from asyncrl.cluster.processes import run_on
 from asyncrl.config import Config
 from asyncrl.job.node import Leader
 from asyncrl.trainer.model import layers_of
+from asyncrl.trainer.sharding import needs_sharding, shard, trainer_mesh
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(
@@ -120,7 +121,8 @@ def test_nothing_is_claimed_where_cores_are_not_one_engines_and_one_ranks(
 
 
 @needs_two_cores
-def test_each_layer_takes_the_cores_of_an_idle_engine_in_both_passes(num_threads):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["plain", "sharded"])
+def test_each_layer_takes_the_cores_of_an_idle_engine_in_both_passes(dtype, num_threads, one_rank):
     """The engine has work in the first layer's forward pass only."""
     with ExitStack() as on_end:
         placement = cores.claim_cores(on_cpu(), on_end)
@@ -131,6 +133,9 @@ def test_each_layer_takes_the_cores_of_an_idle_engine_in_both_passes(num_threads
         model = AutoModelForCausalLM.from_pretrained(ROOT / "data/tiny/addition")
         layers = layers_of(model)[:2]
         model.model.layers = torch.nn.ModuleList(layers)
+        mesh = trainer_mesh(1, torch.device("cpu"))
+        if needs_sharding(mesh, dtype, offload=False):
+            shard([*layers, model], mesh, dtype, offload=False)
         leader = SimpleNamespace(placement=placement, controller=controller, on_end=on_end)
         Leader.share_cores(leader, model)
         threads = []
