@@ -64,6 +64,8 @@ def choose_options(model: str, words: list[str]) -> Config:
         )
     if (Path(model) / "run.json").exists():
         begun = read_resumed_options(Path(model))
+        # A run without workers had remote hosts.
+        begun = replace(begun, num_rollout_workers=begun.num_rollout_workers or None)
         newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=parse_step, default=None)
         if newest is None:
             raise ValueError(f"{model} has no checkpoint; give a run that has saved one")
@@ -72,6 +74,7 @@ def choose_options(model: str, words: list[str]) -> Config:
         config = read_options(["--model", model, *words])
     sampling = {name: OPTIONS[name].value_in(config) for name in OF_EVALUATION}
     fixed = {"steps": 1, "eval_every": 1, "groups_per_step": 1, "group_size": 2, "async_ratio": 0.0}
+    fixed["max_tokens_per_microbatch"] = config.max_sequence_tokens
     return Config(**sampling | fixed, save_every=None).checked()  # an evaluation needs no room
 
 
@@ -138,8 +141,9 @@ def describe(evaluation: Evaluation, num_samples: int, right_from: float = 1.0) 
     what = f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"
     lines = [f"{what}; ± is the standard error over problems"]
     for name, values in rows.items():
-        error = values.std(ddof=1) / len(values) ** 0.5
-        lines.append(f"{name:12}{values.mean():.3f} ± {error:.3f}")
+        lines.append(f"{name:12}{values.mean():.3f}")
+        if len(values) > 1:
+            lines[-1] += f" ± {values.std(ddof=1) / len(values) ** 0.5:.3f}"
     if rewards.mean() > 0 and not is_right.any():
         lines.append(
             f"No response is right: a right one has a reward of at least {right_from:g}, the best has "

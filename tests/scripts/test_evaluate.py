@@ -54,6 +54,7 @@ def test_what_is_right_is_told_if_there_are_rewards_and_no_right_response(best, 
 
 def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     # two samples of three problems; the last but two failed
+    assert describe(evaluation_of([0.0, 1.0]), 2)[1:3] == ["mean reward 0.500", "pass@1      0.500"]
     evaluation = evaluation_of([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], failed=[3])
     assert describe(evaluation, 2) == [
         "3 problems, 2 samples each, 1 failed; ± is the standard error over problems",
@@ -69,11 +70,14 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
     run = tmp_path / "run"
     for step in (2, 10):
         (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
-    options = '{"config": {"temperature": 0.7, "algo": "tis", "eval_problems": 5}}'
-    (run / "run.json").write_text(options)
+    options = {"temperature": 0.7, "algo": "tis", "eval_problems": 5, "max_response_tokens": 32000}
+    options |= {"listen": "127.0.0.1:7711", "num_rollout_workers": 0}
+    options["max_tokens_per_microbatch"] = 40000
+    (run / "run.json").write_text(json.dumps({"config": options}))
     config = choose_options(str(run), ["--eval-problems", "9"])
     assert config.model == str(run / "checkpoints" / "step_10")
     assert (config.temperature, config.eval_problems, config.algo) == (0.7, 9, "grpo")
+    assert config.max_response_tokens == 32000
     assert config.save_every is None  # so no room for checkpoints is asked for
 
 
