@@ -32,7 +32,7 @@ def read(path: Path, *, may_be_cut: bool = False) -> list[dict]:
         text = path.read_text(encoding="utf-8")
     elif packed.exists():
         text = gzip.decompress(packed.read_bytes()).decode()
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n") if text else []  # splitlines also splits at U+2028
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))

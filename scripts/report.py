@@ -41,6 +41,7 @@ NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs to
 RECENT_S = 60  # a run whose last record is younger may still train
 NUM_HOSTS = 8  # remote hosts that have curves
 NOTHING_LEARNED = 0.95  # share of groups with equal rewards
+FELL_SIGMAS = 4.0  # standard errors by which a reward must fall
 HOST_COLUMNS = {
     "there, s": ("time", np.ptp),
     "responses": ("ticket", "count"),
@@ -197,7 +198,7 @@ def checks(run: Run) -> dict[str, str]:
 def learning(metrics: pd.DataFrame) -> dict[str, str]:
     """Return verdicts on the rewards of the last tenth of the steps: whether groups teach, and whether they fell."""
     num_last = math.ceil(len(metrics) / 10)
-    rewards = metrics["reward/mean"].rolling(num_last, min_periods=1).mean()
+    rewards = metrics["reward/mean"].rolling(num_last).mean()
     shown = {}
     equal = metrics.get("reward/zero_variance_groups", pd.Series(dtype=float)).tail(num_last).mean()
     if pd.notna(equal):
@@ -208,10 +209,14 @@ def learning(metrics: pd.DataFrame) -> dict[str, str]:
         shown["reward/zero_variance_groups"] = (
             f"{verdict} ({equal:.2f} of the groups of the last {steps})"
         )
-    if rewards.max() > 0 and rewards.iloc[-1] < rewards.max() / 2:
-        best = metrics["step"][rewards.idxmax()]
+    best, last = rewards.max(), rewards.iloc[-1]
+    # Standard error of the difference of two windows. The median of neighbouring steps' differences, which is 0.6745
+    # standard deviations, does not count the fall itself as noise.
+    error = metrics["reward/mean"].diff().abs().median() / 0.6745 / num_last**0.5
+    if best - last > max(abs(best) / 2, FELL_SIGMAS * error):
+        step = metrics["step"][rewards.idxmax()]
         shown["reward/mean"] = (
-            f"fell from {rewards.max():.3g} at step {best} to {rewards.iloc[-1]:.3g}: docs/telemetry.md#a-bad-curve"
+            f"fell from {best:.3g} at step {step} to {last:.3g}: docs/telemetry.md#a-bad-curve"
         )
     return shown
 

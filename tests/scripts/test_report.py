@@ -164,6 +164,10 @@ def test_the_checks_of_the_readme_are_printed_with_value_limit_and_verdict(
          ["nothing is learned: a group's rewards are equal, 0 on average (1.00 of the groups of the last 2 steps)",
           "fell from 0.3 at step 2 to 0: docs/telemetry.md#a-bad-curve"]),
         ([-1.0, -0.5, -0.9], [0.2] * 3, ["fine (0.20 of the groups of the last step)"]),
+        ([-0.2] * 10 + [-1.0] * 10, [0.2] * 20, ["fine (0.20 of the groups of the last 2 steps)",
+         "fell from -0.2 at step 2 to -1: docs/telemetry.md#a-bad-curve"]),
+        ([0.5, *[0.1, 0.2] * 20], [0.2] * 41, ["fine (0.20 of the groups of the last 5 steps)"]),
+        ([0.1, 0.3, *[0.2, 0.05] * 9], [0.2] * 20, ["fine (0.20 of the groups of the last 2 steps)"]),
     ],
 )  # fmt: skip
 def test_a_run_whose_groups_teach_nothing_or_whose_reward_fell_is_told_so(rewards, equal, verdicts):

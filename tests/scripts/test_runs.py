@@ -24,7 +24,8 @@ def path(tmp_path):
     write_jsonl(run / "events.jsonl", [trajectory(3, 1.0, oldest_version=2), trajectory(4, 3.0)])
     for node in (10, 2):
         write_jsonl(run / f"node_{node}" / "events.jsonl", [trajectory(node, 2.0)])
-    write_jsonl(run / "samples.jsonl", [{"step": 1, "prompt": "p"}])
+    sample = '{"step": 1, "prompt": "p\u2028\u0085q"}\n'  # a response can have these ends of lines
+    (run / "samples.jsonl").write_text(sample, encoding="utf-8")
     (run / "run.json").write_text(json.dumps({"config": {"algo": "grpo"}}))
     return run
 
@@ -48,7 +49,7 @@ def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     (path / "events.jsonl.gz").write_bytes(packed)
     (path / "events.jsonl").unlink()
     again = load(path)
-    assert again.records == run.records and again.samples["prompt"].tolist() == ["p"]
+    assert again.records == run.records and again.samples["prompt"].tolist() == ["p\u2028\u0085q"]
     assert len(again.metrics) == 1
     assert frame([{"a": None, "b": [1]}, {"b": [2]}]).columns.tolist() == ["a", "b"]
 
