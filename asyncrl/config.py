@@ -98,6 +98,8 @@ Reward = Annotated[
 Address = Annotated[
     str, Meta(pattern=r"\A[\w.*-]+:\d{1,5}\Z", title="HOST:PORT, as 127.0.0.1:7711")
 ]
+MADE_HERE = ("tiny", "smollm2")
+"""Names of models that are no folders and no names of the hub."""
 RunName = Annotated[
     str,
     Meta(

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl import OUR_MODULES, PLACES
-from asyncrl.config import USER_CODE, Config, nearest
+from asyncrl.config import MADE_HERE, USER_CODE, Config, nearest
 
 MAX_REASON = 300
 """Characters that an error quotes of foreign code's."""
@@ -67,7 +67,7 @@ def is_user_code(text: str) -> bool:
 def run_name_part(text: str) -> str:
     """Return a task or a loss as a word, for the name of a run: FILE-NAME of user code."""
     code = parse_user_code(text)
-    return f"{code.file.stem}-{code.name}" if code else re.sub(r"[^\w.+=-]+", "-", text)
+    return re.sub(r"[^\w.+=-]+", "-", f"{code.file.stem}-{code.name}" if code else text)
 
 
 def user_code_names(config: Config) -> list[str]:
@@ -79,7 +79,7 @@ def user_code_names(config: Config) -> list[str]:
 def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, in `folder` if it is given.
 
-    Paths of rows become absolute, too, so a run that is resumed from another folder reads the same rows.
+    Paths of rows and of a model become absolute, too, so a run that is resumed from another folder reads the same.
     """
 
     def locate(text: str) -> str:
@@ -92,6 +92,8 @@ def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
         name: locate(getattr(config, name)) for name in ("algo", "advantage", "task", "optimizer")
     }
     rewards = tuple(map(locate, config.reward))
+    if config.model not in MADE_HERE and os.path.isdir(config.model):
+        options["model"] = os.path.abspath(config.model)
     if config.data_path:
         options["data_path"] = os.path.abspath(config.data_path)
     if config.task == "jsonl":
@@ -151,8 +153,15 @@ def _imported_files(path: Path, folder: Path) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module)
     for name in sorted({name.partition(".")[0] for name in names} - set(OUR_MODULES)):
-        file = folder / f"{name}.py"
-        yield from [file] if file.is_file() else sorted((folder / name).rglob("*.py"))
+        file, package = folder / f"{name}.py", folder / name
+        if file.is_file():
+            yield file
+        elif (package / "__init__.py").is_file() or not _is_installed(name):
+            yield from sorted(package.rglob("*.py"))
+
+
+def _is_installed(module: str) -> bool:
+    return PathFinder.find_spec(module, site.getsitepackages()) is not None
 
 
 def load(text: str, option: str = "--task", shipped: Mapping[str, Any] = {}) -> Any:
@@ -195,10 +204,10 @@ def _module(text: str, option: str) -> ModuleType:
     }
     taken = {*OUR_MODULES, *sys.stdlib_module_names, "__main__"}
     for name in places:
-        if name in taken or PathFinder.find_spec(name, site.getsitepackages()):
-            raise ValueError(
-                f"{option} {folder}/{name}.py has the name of another module; rename it"
-            )
+        if name in taken or _is_installed(name):
+            path = file.with_name(name)
+            suffix = "" if path.is_dir() else ".py"
+            raise ValueError(f"{option} {path}{suffix} has the name of another module; rename it")
     # A program can have imported its own file before. Objects of that module must not belong to another module.
     loaded = {name: getattr(sys.modules.get(name), "__file__", None) for name in places}
     moved = {name for name, place in places.items() if PLACES.get(name, loaded[name]) != place}

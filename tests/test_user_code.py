@@ -38,6 +38,22 @@ def test_the_files_are_those_that_are_named_and_what_they_import_from_their_fold
         (tmp_path / name).write_text(source)
     files = user_code.files([f"{tmp_path}/main_of_mine.py:loss*2"])
     assert list(files) == list(sources)[:3]
+
+
+def test_the_name_of_a_run_has_no_blank_of_a_file():
+    assert user_code.run_name_part("some folder/my loss.py:loss") == "my-loss-loss"
+
+
+def test_a_folder_that_python_passes_over_does_not_hide_an_installed_package(tmp_path):
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets/prepare.py").write_text("")
+    (tmp_path / "user.py").write_text("from datasets import load_dataset\n")
+    text = f"{tmp_path}/user.py:load_dataset"
+    assert [*user_code.files([text])] == ["user.py"]
+    (tmp_path / "datasets/__init__.py").write_text("")
+    line = f"{tmp_path}/datasets has the name of another module; rename it"
+    with pytest.raises(ValueError, match=line):
+        user_code.load(text)
     assert list(user_code.files([f"{ROOT}/rollout.py:main"])) == ["rollout.py"], "not our modules"
 
 
@@ -209,7 +225,7 @@ def test_rows_of_parquet_and_of_saved_datasets_with_parts_are_read_too(tmp_path,
     import datasets
 
     rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS]
-    table, path = datasets.Dataset.from_list(rows), str(tmp_path / "rows.parquet")
+    table, path = datasets.Dataset.from_list(rows), str(tmp_path / "rows [1].parquet")
     if has_parts:
         table.train_test_split(10).save_to_disk(path)
     else:

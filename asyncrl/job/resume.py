@@ -19,6 +19,7 @@ the published version (Publisher), and the totals of the step log (StepLog.__ent
 """
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -28,7 +29,14 @@ import msgspec
 
 from asyncrl import extras
 from asyncrl.cluster.cluster import Cluster, on_first_rank
-from asyncrl.config import OPTIONS, ChangeableBy, Config, options_changeable_by, with_new_names
+from asyncrl.config import (
+    OPTIONS,
+    ChangeableBy,
+    Config,
+    RunName,
+    options_changeable_by,
+    with_new_names,
+)
 from asyncrl.controller.snapshot import ControllerState
 from asyncrl.runlog.header import read_header
 from asyncrl.runlog.manifest import (
@@ -49,11 +57,15 @@ def read_resumed_options(run: Path) -> Config:
 
     Raises ValueError, in one line, if there is no such run.
     """
+    name = run.resolve().name
+    allowed = RunName.__metadata__[0]
+    if not re.fullmatch(allowed.pattern, name):
+        raise ValueError(
+            f"{run}: the name of a run's folder must be {allowed.title}; rename the folder"
+        )
     begun = with_absolute_paths(Config.from_dict(read_checked_header(run)["config"]), run / "code")
     # The folder can have been moved or renamed since run.json was written.
-    return replace(
-        begun, run_name=run.resolve().name, runs_dir=str(run.resolve().parent), resume=None
-    )
+    return replace(begun, run_name=name, runs_dir=str(run.resolve().parent), resume=None)
 
 
 _FIXED_OPTIONS = [

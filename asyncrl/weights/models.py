@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.config import AGENT, is_environment, nearest
+from asyncrl.config import AGENT, MADE_HERE, is_environment, nearest
 from data import MULTI_TURN_TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +18,6 @@ TINY_MODELS = ROOT / "data" / "tiny"
 """One folder per task. results/README.md describes how they were made."""
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 """scripts/get_smollm2.py puts the model here on first use."""
-MADE_HERE = ("tiny", "smollm2")
 
 _INDEX = "model.safetensors.index.json"
 _ALLOWED = "give a folder with config.json and *.safetensors, or a Hugging Face name such as Qwen/Qwen3-8B-Base"

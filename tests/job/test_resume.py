@@ -100,6 +100,24 @@ def test_the_rows_of_a_run_are_found_from_any_folder(tmp_path, monkeypatch):
     assert moved.data_path == config.data_path
 
 
+def test_a_model_in_a_folder_is_found_from_any_folder(tmp_path, monkeypatch):
+    for name in ("model", "tiny", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    runs = {name: make_run(tmp_path / name, model=name) for name in ("model", "tiny")}
+    monkeypatch.chdir(tmp_path / "other")
+    models = {name: read_options(["--resume", str(run)]).model for name, run in runs.items()}
+    assert models == {"model": str(tmp_path / "model"), "tiny": "tiny"}
+
+
+def test_a_run_in_a_folder_whose_name_is_no_run_name_is_refused_by_its_folder(tmp_path):
+    run = make_run(tmp_path).rename(tmp_path / "the best")
+    with pytest.raises(
+        ValueError, match=f"{run}: the name of a run's folder must be made of .+; rename"
+    ):
+        read_options(["--resume", str(run)])
+
+
 # Checkpoints
 
 
