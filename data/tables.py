@@ -7,6 +7,7 @@ inside them, and each column one type.
 import codecs
 import csv
 import functools
+import glob
 import itertools
 import json
 import os
@@ -256,7 +257,8 @@ def _read_file(file: Path) -> list[dict]:
     if form not in READABLE:
         raise ValueError(f"{file.name} must end in {', '.join(READABLE)}")
     if form == ".parquet":
-        return list(datasets.load_dataset("parquet", data_files=str(file), split="train"))
+        pattern = glob.escape(str(file))  # a path can have brackets
+        return list(datasets.load_dataset("parquet", data_files=pattern, split="train"))
     if form == ".csv":
         return _read_csv(file)
     content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -288,7 +290,12 @@ def _read_csv(file: Path) -> list[dict]:
     csv.field_size_limit(sys.maxsize)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         try:
-            rows = list(csv.DictReader(lines, strict=True))
+            reader = csv.DictReader(lines, strict=True)
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"{file.name} has two columns {twice!r}; rename one of the two")
+            rows = list(reader)
         except csv.Error as error:
             raise ValueError(f"{file.name}: {error}") from None
     for number, row in enumerate(rows):

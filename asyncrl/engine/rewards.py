@@ -27,7 +27,7 @@ Reward = tuple[float, dict[str, float]]
 MAX_PARTS = 64
 MAX_NAME = 128
 """Characters of a part's name."""
-_RESERVED_NAMES = ("mean", "std", "zero_variance_groups")
+_RESERVED_NAMES = ("mean", "std", "zero_variance_groups", "overlong_penalty")
 """Other metrics with the prefix reward/."""
 _MAX_REASON = 500
 """Characters of an error's text, which may quote a whole response."""

@@ -32,7 +32,7 @@ BAD = {
     "{'right': 1.0, 'wrong': float('inf')}": "the part 'wrong' is inf, not a finite number",
     "{3: 1.0}": "1 parts, [3]; allowed are 64 printable names",
     "{'x' * 1000: 1.0}": "printable names of at most 128 characters",
-    "{'mean': 1.0}": "none of them mean, std, zero_variance_groups",
+    "{'mean': 1.0}": "none of them mean, std, zero_variance_groups, overlong_penalty",
     "{str(i): 1.0 for i in range(1000)}": "1000 parts",
     "-1e13": "the reward is -1e+13, allowed is -1e+12 to 1e+12; scale it down",
     "10**400": "OverflowError: int too large to convert to float",
