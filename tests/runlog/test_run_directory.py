@@ -7,6 +7,7 @@ import pytest
 from programs import start_python
 
 from asyncrl.config import Config
+from asyncrl.runlog.header import git
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.runlog.run_directory import RunDirectory
 from scripts.lines import read
@@ -32,7 +33,13 @@ def test_a_run_that_ended_before_its_first_step_gives_its_name_back_and_no_other
         with pytest.raises(ValueError, match=TAKEN):
             make_run(tmp_path, node_folder=node_folder)
         other.kill()
-    make_run(tmp_path, node_folder=node_folder).close(ValueError("a prompt has 133 tokens"))
+    run = make_run(tmp_path, node_folder=node_folder)
+    run.close(ValueError("the gradient is not finite"))
+    kept = run.path / "failed_step_1"
+    kept.mkdir()
+    with pytest.raises(ValueError, match=TAKEN):
+        make_run(tmp_path, node_folder=node_folder)
+    kept.rmdir()
     run = make_run(tmp_path, node_folder=node_folder)
     assert [event["event"] for event in read(run.path / "events.jsonl")] == ["run_started"]
     with pytest.raises(ValueError, match=TAKEN):
@@ -59,6 +66,14 @@ def test_a_run_records_how_it_was_made_and_ended_and_every_line_is_json_on_disk_
     ended = read(run.path / "events.jsonl")[-1]
     assert (ended["status"], ended["reason"]) == ("ended early", "RuntimeError: no batch")
     run.record_event("a record that comes after the end is no error")
+
+
+def test_changes_of_the_code_are_recorded_whatever_bytes_they_have(tmp_path, monkeypatch):
+    program = tmp_path / "git"
+    program.write_text("#!/bin/sh\nprintf 'caf\\351'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git("diff") == "caf\\xe9"
 
 
 def test_a_line_with_half_a_character_can_be_read_and_has_all_its_fields(tmp_path):
