@@ -81,7 +81,9 @@ class Endpoint:
                 raise _too_large()
             match action:
                 case "GET /v1/models":
-                    return _in_json(self._models())
+                    return _in_json({"object": "list", "data": [self._model()]})
+                case str(path) if path.startswith("GET /v1/models/"):
+                    return _in_json(self._model())
                 case "POST /v1/chat/completions":
                     return await self._answer(session, parse(ChatRequest, body))
                 case "POST /v1/completions":
@@ -106,9 +108,8 @@ class Endpoint:
         with_usage = bool((request.stream_options or {}).get("include_usage"))
         return Response(as_stream(response, with_usage), media_type="text/event-stream")
 
-    def _models(self) -> dict:
-        model = {"id": self._config.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        return {"object": "list", "data": [model]}
+    def _model(self) -> dict:
+        return {"id": self._config.model, "object": "model", "created": 0, "owned_by": "asyncrl"}
 
     def _session_of(self, authorization: str) -> "AgentEpisode":
         kind, _, key = authorization.partition(" ")

@@ -30,7 +30,7 @@ from extras.agents.protocol import (
     make_response,
 )
 from extras.agents.replies import Replies
-from extras.agents.runners import Agent, Programs, last_line_as_reward
+from extras.agents.runners import Agent, Programs, last_line_as_reward, text_of
 from extras.agents.segments import Call, Calls
 from extras.agents.template import Template
 
@@ -80,6 +80,10 @@ class AgentEpisode(Episode):
         """What the engine raised; it ends the worker, and the ticket is issued again."""
         self._spans: list[tuple[float, float]] = []
         """When the sampling of each call began and ended, Unix times in seconds."""
+        self._is_scored = False
+        """Whether the agent has ended, and its reward is awaited."""
+        self._is_late = False
+        """Whether the agent was ended because it took too long."""
         self._is_used_up = False
         """Whether a call was cut or refused because all tokens are used up."""
         self._is_out_of_context = False
@@ -90,7 +94,9 @@ class AgentEpisode(Episode):
     def abort(self) -> None:
         """End the trajectory where it stands."""
         self.is_aborted = True
-        if self._agent is not None:
+        if self._is_scored:
+            self._task.cancel()
+        elif self._agent is not None:
             self._agent.cancel()
 
     async def play(self) -> FinishReason:
@@ -110,6 +116,7 @@ class AgentEpisode(Episode):
             raise self._engine_error
         if self.is_aborted:
             return "aborted"
+        self._is_scored = True
         try:
             self.reward, parts = await self._score(self._returned())
         except Failed:
@@ -122,14 +129,16 @@ class AgentEpisode(Episode):
         return "length" if self._is_used_up else "stop"
 
     def _returned(self) -> Any:
-        if self._agent.cancelled():
+        if self._is_late:
             raise Failed(f"no call and no end for {self.config.env_timeout_s:g} s")
+        if self._agent.cancelled():
+            raise Failed("its coroutine, or a task that it awaited, was cancelled")
         return self._agent.result()
 
     async def _score(self, returned: Any) -> Reward:
         """Return reward and parts. Raises Failed."""
         if self._agents.rewards is not None:
-            return await self._agents.rewards.score(self.ticket.answer, str(returned))
+            return await self._agents.rewards.score(self.ticket.answer, text_of(returned))
         if isinstance(self._agents.agent, Programs):
             returned = last_line_as_reward(returned)
         function = RewardFunction(lambda *_: returned, is_async=False)
@@ -138,7 +147,11 @@ class AgentEpisode(Episode):
     def _start_clock(self, limit_s: float) -> None:
         """Give the agent so much time until the next call, seconds."""
         loop = asyncio.get_running_loop()
-        self._clock = loop.call_later(limit_s, self._agent.cancel)
+        self._clock = loop.call_later(limit_s, self._end_late)
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._agent.cancel()
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
@@ -190,8 +203,8 @@ class AgentEpisode(Episode):
         started_at = time.time()
         completion = await self.ask_policy(tuple(call.tokens), max_tokens)
         self._spans.append((started_at, time.time()))
-        self._is_used_up |= is_last and completion.finish_reason == "length"
         completion = self._kept(completion, request.stops)
+        self._is_used_up |= is_last and completion.finish_reason == "length"
         # noted before anything reads the text, so that no sampled token can be lost
         self.calls.end(call, completion)
         if completion.tokens:

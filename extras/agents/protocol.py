@@ -5,7 +5,14 @@ import json
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl.config import Config
 
@@ -31,6 +38,17 @@ class RequestError(Exception):
         }
 
 
+class _WithoutNulls(BaseModel):
+    """A field that is null counts as left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
 class _Part(BaseModel):
     type: Literal["text"]
     text: str
@@ -41,7 +59,7 @@ class _Function(BaseModel):
     arguments: str = "{}"
 
 
-class _ToolCall(BaseModel):
+class _ToolCall(_WithoutNulls):
     id: str = ""
     type: Literal["function"] = "function"
     function: _Function
@@ -91,7 +109,7 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-class _Sampling(BaseModel):
+class _Sampling(_WithoutNulls):
     """What chat and plain completions have in common. `model` may be any; others are ignored where the run decides."""
 
     model_config = ConfigDict(extra="forbid")
@@ -149,9 +167,17 @@ class ChatRequest(_Sampling):
 
 
 class TextRequest(_Sampling):
-    """A request to /v1/completions."""
+    """A request to /v1/completions. `prompt` is a text, or its tokens; a list of one is taken, too."""
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _take_the_only_one(cls, prompt: Any) -> Any:
+        is_list_of_one = isinstance(prompt, list) and len(prompt) == 1
+        return prompt[0] if is_list_of_one and isinstance(prompt[0], str | list) else prompt
 
 
 def parse(kind: type[_Sampling], body: bytes) -> Any:

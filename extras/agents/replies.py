@@ -17,6 +17,11 @@ class Replies:
     def __init__(self, config: Config, tokenizer) -> None:
         """Raises ValueError for a parser that does not fit the model."""
         self._tokenizer = tokenizer
+        if config.tool_parser or config.reasoning_parser:
+            from vllm.tokenizers.hf import get_cached_tokenizer
+
+            # Each reply has a parser, which asks for the whole vocabulary.
+            self._tokenizer = get_cached_tokenizer(tokenizer)
         self._tool_parser = self._reasoning_parser = None
         self.num_unread = 0
         """Replies that a parser could not read, so that the agent got their text."""

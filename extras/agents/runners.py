@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import json
 import os
 import shlex
 import shutil
 import signal
+import ssl
 import threading
 import time
 import traceback
@@ -68,7 +71,10 @@ class Coroutines:
 
         # Its own, as an agent may close it. Whatever is sent elsewhere goes by the network.
         http_client = openai.DefaultAsyncHttpxClient(
-            timeout=None, verify=False, trust_env=False, mounts={url.removesuffix("/v1"): transport}
+            timeout=None,
+            verify=_certificates(),
+            trust_env=False,
+            mounts={url.removesuffix("/v1"): transport},
         )
         client = openai.AsyncOpenAI(
             base_url=url, api_key=key, http_client=http_client, max_retries=0, timeout=None
@@ -84,11 +90,19 @@ class Coroutines:
 
     def _place(self, error: BaseException) -> str:
         """Return the task, and the line of its file in which the error was raised."""
-        file, place = self._function.__code__.co_filename, self._task
+        function = inspect.unwrap(getattr(self._function, "func", self._function))  # of a partial
+        code = getattr(function, "__code__", None)
+        file, place = code and code.co_filename, self._task
         for frame, line in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == file:
                 place = f"{self._task}, line {line}"
         return place
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that this computer trusts. To read them takes longer than a call."""
+    return ssl.create_default_context()
 
 
 class Programs:
@@ -192,12 +206,20 @@ def _pids_with(variable: bytes) -> list[int]:
     return pids
 
 
+def text_of(returned: Any) -> str:
+    """Return what an agent returned as a text. Raises Failed."""
+    try:
+        return str(returned)
+    except Exception as error:  # foreign code can raise anything
+        raise Failed(f"str() of what it returned: {one_line(error)}") from None
+
+
 def last_line_as_reward(output: str) -> Any:
     """Return the number, or the dict of numbers, in the last line of what a program printed. Raises Failed."""
     lines = output.strip().splitlines()
     try:
         return json.loads(lines[-1] if lines else "")
-    except ValueError:
+    except (ValueError, RecursionError):
         last = brief(lines[-1]) if lines else "missing"
         raise Failed(
             f"the last line of its output is {last}, expected the reward as a number or a JSON object of numbers"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 
@@ -20,6 +21,7 @@ from asyncrl import user_code
 from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.reward_pool import RewardPool
+from asyncrl.engine.rewards import Failed
 from asyncrl.trainer.families import read_config
 from extras.agents.endpoint import MAX_BODY_BYTES, Endpoint
 from extras.agents.episode import AgentEpisode, Agents
@@ -295,6 +297,71 @@ BAD = [
 NO_TOKENS = [[50256], [-1], [1 << 33]]
 
 
+WITH_DEFAULTS = {
+    "/completions": {
+        "prompt": ["<user>hi<assistant>"],
+        "logprobs": None,
+        "echo": False,
+        "best_of": 1,
+        "suffix": None,
+    },
+    "/chat/completions": {
+        "messages": [
+            user("hi"),
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": None, "type": "function", "function": {"name": "add"}}],
+            },
+        ],
+        "logit_bias": None,
+        "top_logprobs": None,
+        "reasoning_effort": None,
+    },
+}
+"""Requests that spell out defaults."""
+
+
+def test_an_agent_that_raises_after_a_stop_text_has_failed_and_is_not_cut():
+    """The engine does not know the text, and samples to the limit of the trajectory."""
+
+    async def agent(client):
+        request = {"model": "x", "messages": [user("hi")], "stop": "\n"}
+        answer = await client.chat.completions.create(**request)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content == "ab"
+        raise Failed("my tool server is down")
+
+    (trajectory,) = Room(lambda prompt: "ab\n" + "c" * 400).run(Inline(agent))
+    assert (trajectory.finish_reason, trajectory.failure) == ("failed", "my tool server is down")
+
+
+def test_an_abort_ends_a_trajectory_whose_reward_is_awaited():
+    class Slow:
+        async def score(self, answer, text):
+            room.episodes[0].abort()
+            await asyncio.sleep(60)
+
+    room = Room(shout, rewards=Slow())
+
+    async def agent(client):
+        await client.chat.completions.create(model="x", messages=[user("hi")])
+        return "said"
+
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.finish_reason == "aborted"
+
+
+def test_a_partial_of_a_coroutine_fails_its_own_trajectory_alone():
+    async def run(client, problem, word):
+        raise KeyError(word)
+
+    agent = Coroutines("agent:x", functools.partial(run, word="no"))
+    (trajectory,) = Room(shout).run(agent)
+    assert trajectory.failure.startswith("agent:x, line ")
+    assert trajectory.failure.endswith(": KeyError: 'no'")
+
+
 def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
     async def agent(client):
         for changes, message, code in BAD:
@@ -322,6 +389,10 @@ def test_bad_requests_are_refused_in_openais_form_and_good_ones_still_work():
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="x", messages=[user(LONG)])
         assert caught.value.code == "context_length_exceeded"
+        for path, body in WITH_DEFAULTS.items():
+            answer = await httpx_post(client, path, json={"model": "x", "max_tokens": 1, **body})
+            assert answer.status_code == 200, answer.text
+        assert (await client.models.retrieve("any")).object == "model"
         options = {"temperature": 1, "seed": 5, "user": "me", "max_completion_tokens": 2}
         answer = await client.chat.completions.create(
             model="x", messages=[user("hi there")], **options
@@ -379,7 +450,8 @@ HANGS = {"env_timeout_s": 0.3}
         ("raise KeyError('no')", {}, "failed", ":run, line 16: KeyError: 'no'"),
         ("raise SystemExit(3)", {}, "failed", ":run, line 16: SystemExit: 3"),
         ("return 'much'", {}, "failed", "the reward is 'much', not a finite number or a dict of them"),
-        ("raise asyncio.CancelledError", HANGS, "failed", "no call and no end for 0.3 s"),
+        ("raise asyncio.CancelledError", HANGS, "failed", "or a task that it awaited, was cancelled"),
+        ("context = client._client._transport._pool._ssl_context; assert context.check_hostname", {}, "stop", 5.0),
         ("await asyncio.sleep(60)", HANGS, "failed", "no call and no end for 0.3 s"),
         ("time.sleep(1)", HANGS, "failed", "no call and no end for 0.3 s"),
         (REPEATS, {"env_timeout_s": 1.0}, "length", 0.0),
@@ -447,6 +519,7 @@ print(answer["choices"][0]["message"]["content"])
 FAILURES = [
     ("raise SystemExit(7)", " ended with status 7; the log of its worker has what it said"),
     ("print('x' * 2**21)", " printed more than 1048576 bytes"),
+    ("print('[' * 10**5)", "expected the reward as a number or a JSON object of numbers"),
     ("print('fine')", "the last line of its output is 'fine', expected the reward"),
     (None, "no_such"),
 ]
