@@ -37,6 +37,10 @@ class HostEngine:
         """Weights that have come for it, until it is told to load them."""
         self._transport: Transport | None = None  # known once the engine is connected
         self._tickets: set[int] = set()
+        self._aborted: set[int] = set()
+        """Tickets of a run that this host left, which the engine has not answered yet."""
+        self._held: dict[int, list[Tickets | Abort]] = {}
+        """Messages on new tickets whose ids such tickets have; a run that is resumed gives ids again."""
         self._probes: set[int] = set()  # versions
         # weights that it was told to load, and whether the run waits for them
         self._loading: deque[tuple[Staged, bool]] = deque()
@@ -44,7 +48,9 @@ class HostEngine:
     def forget_run(self) -> None:
         """Give up all that the run has asked for."""
         self.process.send(Abort(sorted(self._tickets)))
+        self._aborted |= self._tickets
         self._tickets.clear()
+        self._held.clear()
         self._probes.clear()
         if self.fetched is not None:
             self._transport.release(self.fetched)
@@ -66,7 +72,16 @@ class HostEngine:
                 self.fetched = None
                 self._probes |= {version} if probe else set()
             case Tickets(tickets):
-                self._tickets |= {ticket.ticket_id for ticket in tickets}
+                for ticket in tickets:
+                    if ticket.ticket_id in self._aborted:
+                        self._held[ticket.ticket_id] = [Tickets([ticket])]
+                started = [ticket for ticket in tickets if ticket.ticket_id not in self._aborted]
+                self._tickets |= {ticket.ticket_id for ticket in started}
+                message = Tickets(started)
+            case Abort(ticket_ids):
+                for ticket_id in self._held.keys() & set(ticket_ids):
+                    self._held[ticket_id].append(Abort([ticket_id]))
+                message = Abort([number for number in ticket_ids if number not in self._held])
         self.process.send(message)
 
     def hear(self, message: object) -> object | None:
@@ -91,6 +106,10 @@ class HostEngine:
             case Finished(trajectories, activity):
                 awaited = [t for t in trajectories if t.ticket_id in self._tickets]
                 self._tickets -= {t.ticket_id for t in awaited}
+                for ticket_id in self._aborted & {t.ticket_id for t in trajectories}:
+                    self._aborted.remove(ticket_id)
+                    for held in self._held.pop(ticket_id, ()):
+                        self.tell(held)
                 return Finished(awaited, activity) if awaited else None
         return message
 

@@ -17,6 +17,7 @@ import contextlib
 import os
 import queue
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from asyncrl.cluster.fingerprint import digest
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals
 from asyncrl.config import Config, with_home_folder
 from asyncrl.messages import Connect, Ready, Stop, WeightsLoaded
-from asyncrl.user_code import files, user_code_names, with_absolute_paths
+from asyncrl.user_code import files, is_user_code, user_code_names, with_absolute_paths
 from extras.swarm import link
 from extras.swarm.host_engine import HostEngine, start_engines
 from extras.swarm.host_weights import HostWeights
@@ -61,15 +62,22 @@ class JoinedHost:
         key_path: str,
         main: Callable,
         folder: Path,
+        *,
         rollout_tp: int | None = None,
+        allowed_task: str | None = None,
     ):
-        """See start_engines for `main`, `folder` and `rollout_tp`. Raises ValueError if the key cannot be read."""
+        """See start_engines for `main`, `folder` and `rollout_tp`, and check_program for `allowed_task`.
+
+        Raises ValueError if the key cannot be read.
+        """
         self.folder = folder
         self.connection = RunConnection(address, key_path)
         self.engines: list[HostEngine] = []
         self.weights: HostWeights | None = None
         """Known once the run has told how its weights lie."""
-        self._main, self._rollout_tp = main, rollout_tp
+        self._main = main
+        self._rollout_tp = rollout_tp
+        self._allowed_task = allowed_task
         self._welcome: Welcome | None = None
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_event, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
@@ -179,6 +187,7 @@ class JoinedHost:
     def _on_welcome(self, welcome: Welcome) -> None:
         address = self.connection.address
         if self._welcome is None:
+            check_program(welcome, self._allowed_task)
             check_user_code(welcome)
             self._welcome = welcome
             self.engines = start_engines(
@@ -214,6 +223,16 @@ class JoinedHost:
             self.connection.link.send(Fetched(version), index)
 
 
+def check_program(welcome: Welcome, allowed_task: str | None) -> None:
+    """Raise ValueError if the run would start a program here that this host's command line does not name."""
+    config = Config.from_dict(welcome.options)
+    is_program = config.is_agent and not is_user_code(config.task)
+    if is_program and config.task != allowed_task:
+        raise ValueError(
+            f"the run would start a program on this host; if you allow it, add --task {shlex.quote(config.task)}"
+        )
+
+
 def check_user_code(welcome: Welcome) -> None:
     """Raise ValueError if user code here differs from the run's."""
     names = user_code_names(with_absolute_paths(Config.from_dict(welcome.options), Path.cwd()))
@@ -240,13 +259,25 @@ def main(worker_main: Callable) -> None:
         metavar="GPUS",
         help="of an engine here; by default as the run's own",
     )
+    parser.add_argument(
+        "--task",
+        metavar="agent:COMMAND",
+        help="program, or verifiers:NAME, that the run can start on this host",
+    )
     given = parser.parse_args(with_home_folder(sys.argv[1:]))
     match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
     if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
-            host = JoinedHost(given.join, given.key, worker_main, Path(folder), given.rollout_tp)
+            host = JoinedHost(
+                given.join,
+                given.key,
+                worker_main,
+                Path(folder),
+                rollout_tp=given.rollout_tp,
+                allowed_task=given.task,
+            )
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: host.stop())
             try:

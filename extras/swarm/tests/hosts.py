@@ -188,7 +188,9 @@ class Far(JoinedHost):
         self.name, self.ended = name, []
         folder = run.folder / f"host_{next(self.numbers)}"
         folder.mkdir()
-        super().__init__(run.address, str(run.key_path), run_fake_worker, folder, rollout_tp)
+        super().__init__(
+            run.address, str(run.key_path), run_fake_worker, folder, rollout_tp=rollout_tp
+        )
         self.heard = []
         self.holds = ()
         """Kinds of messages that engines say only when the test has them `finish`."""

@@ -11,19 +11,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import zmq
 from hosts import MODEL_CONFIG, PROBE, Far, running
 from programs import wait_until
+from trajectories import make_trajectory
 from user_files import write_user_code
 
 import rollout
 from asyncrl.cluster.placement import place
-from asyncrl.config import SwarmOptions
-from asyncrl.messages import Finished, LoadWeights, Stop, Stopped
+from asyncrl.config import Config, SwarmOptions
+from asyncrl.messages import Abort, Finished, LoadWeights, Stop, Stopped, Tickets
+from extras.swarm.host_engine import HostEngine
 from extras.swarm.hub import make_key
+from extras.swarm.join import check_program
 from extras.swarm.wire import SILENCE_S, Join, Pull, read_key
 
 TIMES = "started_at", "ended_at"
@@ -290,6 +294,40 @@ def test_a_host_that_cannot_sample_for_a_run_ends_in_one_line_before_it_starts_a
     refused = [line for line in capsys.readouterr().out.splitlines() if "was refused" in line]
     assert len(refused) == why.startswith("it")
     assert all(line.startswith(f"swarm: far was refused: {why}") for line in refused)
+
+
+class Engine:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+        self.send = self.told.append
+
+
+def test_a_ticket_waits_for_the_answer_to_one_of_the_same_id_that_another_start_of_the_run_gave():
+    old, new = (replace(make_trajectory(3, 0), ticket_id=17) for _ in range(2))
+    tickets = [SimpleNamespace(ticket_id=number) for number in (17, 18)]
+    engine = Engine()
+    host = HostEngine(engine)
+    host.tell(Tickets(tickets[:1]))
+    host.forget_run()
+    engine.told.clear()
+    host.tell(Tickets(tickets))
+    host.tell(Abort([17, 18]))
+    assert engine.told == [Tickets(tickets[1:]), Abort([18])]
+    engine.told.clear()
+    assert host.hear(Finished([old], None)) is None
+    assert engine.told == [Tickets(tickets[:1]), Abort([17])]
+    assert host.hear(Finished([new], None)) == Finished([new], None)
+
+
+@pytest.mark.parametrize("task", ["agent:bash -c id", "verifiers:wordle"])
+def test_a_host_starts_no_program_that_its_own_command_line_does_not_name(task):
+    welcome = SimpleNamespace(options=Config(task=task).as_dict())
+    check_program(welcome, task)
+    check_program(SimpleNamespace(options=Config(task="agent:a.py:run").as_dict()), None)
+    with pytest.raises(ValueError, match=r"if you allow it, add --task '?agent|verifiers"):
+        check_program(welcome, "agent:other")
 
 
 def test_a_key_is_kept_by_a_run_that_goes_on_and_is_the_owners_alone(tmp_path):

@@ -173,6 +173,7 @@ LIES = {
         lambda t: {"failure": "" if t.failure else "no"},
         {"failure": "x" * 10**4},
         {"last_observation": "x" * 10**4},
+        lambda t: {"segment_lengths": (len(t.tokens),)},
         lambda t: {"turn_rewards": (*t.turn_rewards, 0.0)},
     ],
     "older": [value("policy_versions", "first", NEWEST)],
