@@ -44,6 +44,9 @@ class Delayed:
         await asyncio.sleep(delay.seconds)
         return await self.environment.step(turn)
 
+    def end(self, *, is_idle: bool) -> None:
+        self.environment.end(is_idle=is_idle)
+
 
 def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
     """The environments of a worker's task, delayed where they are trained on."""

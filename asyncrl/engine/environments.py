@@ -23,7 +23,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """The calls that Episode makes. Both methods raise Failed."""
+    """The calls that Episode makes. The first two raise Failed."""
 
     async def reset(self) -> list[int]:
         """Begin. Return the token ids of the prompt."""
@@ -31,6 +31,10 @@ class Environment(Protocol):
 
     async def step(self, turn: Completion) -> Step:
         """Answer a turn of the policy."""
+        ...
+
+    def end(self, *, is_idle: bool) -> None:
+        """Give up what the episode used. `is_idle`: no call of it is running, so it can play another episode."""
         ...
 
 
@@ -59,6 +63,9 @@ class SingleTurn:
         response = self.tokenizer.decode(turn.text_tokens)
         reward, parts = await self.rewards.score(self.ticket.answer, response)
         return Step([], reward, ended=True, reward_parts=parts)
+
+    def end(self, *, is_idle: bool) -> None:
+        pass
 
 
 def start_environments(spec: WorkerSpec, tokenizer) -> Environments:

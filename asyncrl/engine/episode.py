@@ -89,6 +89,14 @@ class Episode:
 
     async def play(self) -> FinishReason:
         """Reset, then act and step until the environment ends or the tokens are used up."""
+        finish_reason = None
+        try:
+            finish_reason = await self.take_turns()
+            return finish_reason
+        finally:
+            self.environment.end(is_idle=finish_reason is not None)
+
+    async def take_turns(self) -> FinishReason:
         prompt_tokens = await self.environment.reset()
         if len(prompt_tokens) > self.config.max_prompt_tokens:
             # an error that ended the worker would come back with the ticket, worker after worker

@@ -4,6 +4,7 @@ Whatever such an environment does fails only its own trajectory.
 """
 
 import asyncio
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -46,10 +47,14 @@ class MultiTurn:
     async def step(self, turn: Completion) -> Step:
         response = self.pool.tokenizer.decode(turn.text_tokens)
         ended_turn = turn.tokens[-1:] == [self.pool.conversation.end_of_turn]
-        step = await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
-        if step.ended:
+        return await call_in_thread(self._step, response, ended_turn, timeout_s=self.pool.timeout_s)
+
+    def end(self, *, is_idle: bool) -> None:
+        """Keep the environment for the next episode, or close it."""
+        if is_idle:
             self.pool.idle.append(self.environment)
-        return step
+        elif self.environment is not None:
+            self.pool.close_in_thread(self.environment)
 
     def _step(self, response: str, ended_turn: bool) -> Step:
         names = "observation, reward, terminated, truncated, info"
@@ -101,7 +106,7 @@ def _flag(value: Any, name: str) -> bool:
 
 
 class EnvironmentPool:
-    """Environments of one kind. One that ended is used again; one that failed, hangs or was left is not."""
+    """Environments of one kind. One whose episode ended is used again. One that failed or hangs is closed."""
 
     def __init__(self, make: Callable[[], Any], tokenizer, timeout_s: float):
         """`make()` returns a new environment. Raises ValueError for a tokenizer that cannot hold a conversation."""
@@ -117,6 +122,21 @@ class EnvironmentPool:
             return self.idle.pop()
         except IndexError:
             return self._make()
+
+    @staticmethod
+    def close_in_thread(environment: Any) -> None:
+        """Close an environment, as far as it can be closed: this waits for nothing, and no error counts."""
+
+        def close() -> None:
+            with contextlib.suppress(BaseException):  # foreign code may raise anything
+                environment.close()
+
+        threading.Thread(target=close, name="close environment", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all environments that play no episode."""
+        while self.idle:
+            self.close_in_thread(self.idle.pop())
 
 
 async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:

@@ -31,7 +31,9 @@ class EnvironmentPlugin(Plugin):
         config = spec.config
         make = prepare_environment(config.task, config.task_args)
         pool = EnvironmentPool(make, tokenizer, config.env_timeout_s)
-        return Environments(lambda ticket, member: MultiTurn(pool, ticket.environment_seed))
+        return Environments(
+            lambda ticket, member: MultiTurn(pool, ticket.environment_seed), pool.close
+        )
 
 
 PLUGIN = EnvironmentPlugin()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import wait_until
 
 from asyncrl.config import Config
 from asyncrl.engine.environments import SingleTurn
@@ -29,6 +30,10 @@ class Scripted:
 
     def __init__(self, *answers):
         self.answers = list(answers)
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
 
     def reset(self, *, seed):
         return self.step("")
@@ -71,8 +76,20 @@ def make_episode(environment, *responses, ticket=TICKET, **options):
     return episode
 
 
+class ScriptedPool(EnvironmentPool):
+    """A pool that notes what it made."""
+
+    def __init__(self, make, timeout_s):
+        self.made = []
+        super().__init__(lambda: self.note(make()), TOKENIZER, timeout_s)
+
+    def note(self, environment):
+        self.made.append(environment)
+        return environment
+
+
 def make_pool(*answers, timeout_s=5.0):
-    return EnvironmentPool(lambda: Scripted(*answers), TOKENIZER, timeout_s)
+    return ScriptedPool(lambda: Scripted(*answers), timeout_s)
 
 
 REWARDS = (0, True, 0.25, np.float32(0.5), np.array(3.0))
@@ -148,7 +165,7 @@ def test_a_trajectory_is_what_policy_and_environment_said_in_turn(
     moments = [moment for times in trajectory.turns for moment in times]
     times = [trajectory.started_at, *moments, trajectory.ended_at]
     assert len(moments) == 3 * len(calls) and times == sorted(times)
-    assert len(pool.idle) == (len(calls) == len(turns)), "one that has ended is used again"
+    assert len(pool.idle) == 1, "one whose episode ended is used again, also if it was cut"
 
 
 def hang():
@@ -185,7 +202,7 @@ def test_an_environment_that_hangs_raises_or_returns_nonsense_fails_its_trajecto
     def refuse():
         raise OSError("no server")
 
-    pools.append(EnvironmentPool(refuse, TOKENIZER, 0.5))
+    pools.append(ScriptedPool(refuse, 0.5))
     reasons = [reason for _, reason in scripts] + ["OSError: no server"]
     pools.append(make_pool((FIRST, {}), stepped(reward=1.0), stepped(reward=1.0, truncated=True)))
     responses = [("1", False)] * 2
@@ -200,6 +217,11 @@ def test_an_environment_that_hangs_raises_or_returns_nonsense_fails_its_trajecto
         failure = trajectory.failure
         assert reason in failure and "\n" not in failure and len(failure.encode()) <= 500
     assert all(not pool.idle for pool in pools[:-1])
+    made = [environment for pool in pools for environment in pool.made]
+    closed = [True] * (len(made) - 1) + [False]
+    wait_until(lambda: [environment.is_closed for environment in made] == closed)
+    pools[-1].close()
+    wait_until(lambda: made[-1].is_closed)
     hanging = [thread for thread in threading.enumerate() if thread.name == "environment"]
     assert hanging and all(thread.daemon for thread in hanging), "they keep no process from its end"
     assert (sound.finish_reason, sound.reward) == ("stop", 2.0)

@@ -54,6 +54,9 @@ class Failing:
     async def reset(self):
         raise Failed("OSError: no server")
 
+    def end(self, *, is_idle):
+        assert not is_idle
+
 
 class RandomPolicy:
     """Says random numbers, ends, is cut or is interrupted, with weights that are `oldest` at least and may change.
