@@ -24,8 +24,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    _gen_file_name,
+)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from asyncrl.cluster.stacks import dump_stacks
 from asyncrl.runlog.disk_files import flush
@@ -52,7 +63,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 SHARD_FILE_BYTES = 1 << 30
-"""Size at which a rank begins another file of shards, bytes. safetensors copies a file in memory before it writes."""
+"""Size at which a rank begins another file of shards, bytes."""
 VALUES = "values"
 """Name of the plain values of a training state: the bytes of their JSON."""
 
@@ -106,6 +117,41 @@ def make_state_copier(device: torch.device) -> DefaultStager:
     )
 
 
+class ShardWriter(dcp.HuggingFaceStorageWriter):
+    """Writes files by safetensors' `save_file`, so that the rank trains meanwhile.
+
+    torch's own writer copies each file into one bytes object, and keeps Python's lock for a second per GB. The format
+    is the same.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part of each file."""
+        numbers = plan.storage_data["fqn_to_index_mapping"]
+        shard_index = plan.storage_data["shard_index"]
+        results = []
+        for number, items in self._split_by_storage_plan(numbers, plan.items).items():
+            file = Path(self.path, _gen_file_name(number, max(numbers.values()), shard_index))
+            tensors = {
+                item.index.fqn: planner.resolve_data(item).detach().contiguous() for item in items
+            }
+            offsets = {
+                item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in items
+            }
+            metadata = {
+                CUSTOM_METADATA_KEY: json.dumps(offsets),
+                DCP_VERSION_KEY: str(HF_DCP_VERSION),
+                FORMAT_KEY: FORMAT_VALUE,
+            }
+            save_file(tensors, file, metadata)
+            flush(file)
+            results += [
+                WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in items
+            ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
 def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup) -> None:
     """Write this rank's part of a training state to a folder of safetensors; collective on the gloo group.
 
@@ -118,7 +164,7 @@ def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.Proce
     file_numbers = defaultdict(
         int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)}
     )
-    storage = dcp.HuggingFaceStorageWriter(str(folder), file_numbers, save_distributed=True)
+    storage = ShardWriter(str(folder), file_numbers, save_distributed=True)
     try:
         dcp.save(state, storage_writer=storage, process_group=group)
     except CheckpointException as error:

@@ -133,6 +133,7 @@ class Policy(WholeWeights):
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             metrics["memory/free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
+            metrics["memory/retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         return metrics
 
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:

@@ -1,10 +1,13 @@
 """The trainer's part of a checkpoint: to the bit for as many ranks, and close for others; and weights for people."""
 
+import itertools
 import json
 import os
 import re
 import resource
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,3 +363,19 @@ def add_by_the_rules_of_peft(base, adapter, path):
                 module.weight += config["lora_alpha"] / config["r"] * b @ a
     assert not tensors, "tensors that belong to no target module"
     full.save_pretrained(path)
+
+
+def test_a_rank_trains_while_its_shards_are_written(tmp_path, one_rank):
+    """The longest pause of another thread is a small part of the time, so nothing keeps Python's lock."""
+    state = {"weights": torch.zeros(100_000_000)}
+    group = dist.new_group(backend="gloo")
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write_shards, state, str(tmp_path), group)
+        moments = [begun]
+        while not writing.done():
+            time.sleep(0.001)
+            moments.append(time.monotonic())
+        writing.result()
+    longest_s = max(end - start for start, end in itertools.pairwise(moments))
+    assert longest_s < max(0.15, (moments[-1] - begun) / 4)
