@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ LONGEST_TMPDIR = 50
 FIRST_PARENT = os.getppid()
 """Parent's pid at import. It is read now, because the parent can end while torch is imported."""
 STUCK_S = 4.0
+LEFT_S = 30.0
+"""Time in which a rank ends that another rank left without a signal, seconds. It can be writing a last record."""
+LOST_POLL_S = 1.0
 """Time that a rank has to begin its end after torchrun's signal."""
 # with torchrun's variables a child would take itself for a trainer rank
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "PET_", "ROLE_", "GROUP_")
@@ -157,18 +161,22 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
 
 
 def end_if_stuck() -> None:
-    """Start a daemon thread that ends this rank if torchrun's signal for a lost rank has no effect.
+    """Start a daemon thread that ends this rank if a rank is lost and a signal has no effect.
 
-    No signal handler runs while the main thread is in a collective of NCCL.
+    No signal handler runs while the main thread is in a collective of NCCL. torchrun signals each rank when one is
+    lost. After Ctrl-C it sends no second signal, so the thread looks for a lost rank then.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while os.read(reader, 1) and not has_lost_a_rank():
-            pass
-        time.sleep(STUCK_S)
+        os.read(reader, 1)
+        wait_s = STUCK_S
+        while not has_lost_a_rank():
+            is_signalled, _, _ = select.select([reader], [], [], LOST_POLL_S)
+            wait_s = STUCK_S if is_signalled and os.read(reader, 1) else LEFT_S
+        time.sleep(wait_s)
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             os._exit(1)
 

@@ -133,7 +133,9 @@ def end(number, frame):
     sys.exit(1)
 
 signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 processes.STUCK_S = 1.0
+processes.LEFT_S = 2.0
 processes.end_if_stuck()
 os.write(1, b"up\\n")
 if sys.argv[1] == "fail":
@@ -143,6 +145,7 @@ if sys.argv[1] == "fail":
             time.sleep(0.01)
         processes.end_by(RuntimeError("rank 1 is out of memory"), lambda: None)
     open(is_stuck, "w").close()
+if sys.argv[1] == "fail" or os.environ.get("IS_STUCK"):
     mutex = ctypes.create_string_buffer(256)
     for _ in range(2):  # in the kernel, as a thread that waits for a GPU is
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -151,10 +154,13 @@ time.sleep(60)
 
 
 AGENT = """
-import subprocess, sys
-ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(2)]
+import os, signal, subprocess, sys
+number = int(sys.stdin.readline())
+stuck = {"IS_STUCK": "1"} if number == signal.SIGINT else {}
+command = [sys.executable, *sys.argv[1:]]
+ranks = [subprocess.Popen(command, env=os.environ | changes) for changes in ({}, stuck)]
 sys.stdin.readline()
-for rank in ranks: rank.terminate()
+for rank in ranks: rank.send_signal(number)
 for rank in ranks: rank.wait()
 """
 """Does of torchrun what takes no time: it starts two ranks, and asks them to end."""
@@ -171,9 +177,16 @@ def test_a_rank_ends_also_where_no_handler_of_a_signal_runs_if_another_is_gone_a
     words = (*agent, "--shutdown-timeout=600", path, "fail")
     failing = start_python(*words, env=environment, stderr=subprocess.PIPE)
     environment |= {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
-    stopped = start_python("-c", AGENT, path, "wait", env=environment)
-    assert [stopped.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    started = [start_python("-c", AGENT, path, "wait", env=environment) for _ in range(2)]
+    for stopped, number in zip(started, (signal.SIGTERM, signal.SIGINT), strict=True):
+        stopped.stdin.write(f"{int(number)}\n")
+        stopped.stdin.flush()
+        assert [stopped.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    stopped, interrupted = started
     assert stopped.communicate("end\n", timeout=60)[0] == "has lost a rank: False\n" * 2
+    interrupted.communicate(
+        "end\n", timeout=20
+    )  # Ctrl-C: one rank ends, and the other one is stuck
     _, text = failing.communicate(timeout=60)
     assert failing.returncode == 1 and "forcefully" not in text
     assert text.splitlines().count("error: rank 1 is out of memory") == 1
