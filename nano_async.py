@@ -1,8 +1,8 @@
 """Asynchronous RL of a language model: the whole idea in one file.
 
-    python nano_async.py                        # without a GPU: a tiny model learns addition in two minutes
-    python nano_async.py --async-ratio 0 --publish-delay 4    # from step 5 on, every token is exactly 4 steps old
-    torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
+    .venv/bin/python nano_async.py      # without a GPU: a tiny model learns addition in two minutes
+    .venv/bin/python nano_async.py --async-ratio 0 --publish-delay 4    # from step 5 on, tokens are exactly 4 steps old
+    .venv/bin/torchrun --nproc-per-node 2 nano_async.py --workers 2 --model Qwen/Qwen3-0.6B --task gsm8k --lr 2e-6 \
         --max-context 1536 --microbatch 8    # GPUs 0 and 1 train, 2 and 3 sample
 
 1. Workers sample with vLLM while the trainer makes its steps. The trainer waits for its batch and for evaluations.

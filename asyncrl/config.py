@@ -514,6 +514,11 @@ class Config:
         options = " + ".join([f"--async-ratio {self.async_ratio:g} rounded up", *shown])
         if self.stale_policy == "gate":
             return f"freshness: --stale-policy gate bounds the mean staleness by {options}, and no maximum"
+        if self.publish_delay >= self.steps:
+            return (
+                f"warning: {self.steps} steps end before new weights reach the sampler, as --publish-delay is "
+                f"{self.publish_delay}: all tokens are of the first version; give more --steps"
+            )
         steps = "step" if self.max_staleness == 1 else "steps"
         return f"freshness: no trained token is older than {self.max_staleness} {steps} ({options})"
 

@@ -173,6 +173,8 @@ def load(text: str, option: str = "--task", shipped: Mapping[str, Any] = {}) -> 
     if text in shipped:
         return shipped[text]
     code = parse_user_code(text)
+    if code is None and text.endswith(".py"):
+        raise ValueError(f"{option} {text} names a file only; give FILE.py:NAME, as {text}:NAME")
     if code is None:
         raise ValueError(
             f"{option} {text!r} is none of {', '.join(shipped)}, nor FILE.py:NAME{nearest(text, shipped)}"

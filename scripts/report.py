@@ -32,7 +32,16 @@ from asyncrl.job.arrival import ALLOWED_MISMATCH, SURE
 from asyncrl.runlog.time_ledger import TRAINER_STATES, WORKER_STATES
 from data import TASKS
 from scripts.lines import ROOT, run_command
-from scripts.runs import Run, evaluations, failures, load, names, progress, readable_summary
+from scripts.runs import (
+    Run,
+    check_are_given,
+    evaluations,
+    failures,
+    load,
+    names,
+    progress,
+    readable_summary,
+)
 from scripts.table import differing, options_of, show
 from scripts.timeline import trace_of
 
@@ -215,8 +224,9 @@ def learning(metrics: pd.DataFrame) -> dict[str, str]:
     error = metrics["reward/mean"].diff().abs().median() / 0.6745 / num_last**0.5
     if best - last > max(abs(best) / 2, FELL_SIGMAS * error):
         step = metrics["step"][rewards.idxmax()]
+        place = f"step {step}" if num_last == 1 else f"steps {step - num_last + 1} to {step}"
         shown["reward/mean"] = (
-            f"fell from {best:.3g} at step {step} to {last:.3g}: docs/telemetry.md#a-bad-curve"
+            f"fell from {best:.3g}, the mean of {place}, to {last:.3g}: docs/telemetry.md#a-bad-curve"
         )
     return shown
 
@@ -425,6 +435,7 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
         runs: Directories of runs; report.html is written into it, or comparison.html into the first of several.
         trace: Of one run, also write trace.json, for https://ui.perfetto.dev.
     """
+    check_are_given(runs)
     if trace and len(runs) > 1:
         raise ValueError("--trace is of one run; leave it out, or give one")
     for path in filter(os.path.isfile, runs):

@@ -6,14 +6,16 @@ the readable responses, and `run.info` is run.json. A run that is still going, o
 """
 
 import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
+from asyncrl.config import Config
 from asyncrl.controller.failures import Failures
 from asyncrl.runlog.header import read_header
 from scripts.lines import read
@@ -115,6 +117,14 @@ def _load_log(path: Path) -> Run:
     for name in ("log", "log_file"):  # the first is in older logs
         header["config"].pop(name, None)
     return Run(path, header, frame(metrics))
+
+
+def check_are_given(runs: Sequence[object]) -> None:
+    """Raise ValueError if a command line has no run."""
+    if not runs:
+        newest = max(Path(Config.runs_dir).glob("*/run.json"), key=os.path.getmtime, default=None)
+        hint = f"; the newest is {newest.parent}" if newest else ""
+        raise ValueError(f"no run is given; give its directory, as runs/NAME{hint}")
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 
 from asyncrl.config import nearest
 from scripts.lines import markdown, run_command
-from scripts.runs import SUMMARY, Run, load, names, spread, summarise
+from scripts.runs import SUMMARY, Run, check_are_given, load, names, spread, summarise
 
 COLUMNS = {
     key: SUMMARY[key]
@@ -112,6 +112,7 @@ def main(runs: Positional[list[str]], by: tuple[str, ...] = ()) -> None:
         runs: Directories of runs, or logs of nano_async.py.
         by: Options, as in run.json, whose values share a row; unset gives every run its own.
     """
+    check_are_given(runs)
     finished = [run for run in runs if has_steps(run)]
     for run in sorted(set(runs) - set(finished)) if finished else ():
         print(f"{run} has not finished a step: passed over", file=sys.stderr)

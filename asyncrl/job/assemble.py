@@ -146,7 +146,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     of copied user code are reported before anything is written.
     """
     cluster = rank.cluster
-    config, lr_line = _fit_model(rank, model_path)
+    config, lines = _fit_model(rank, model_path)
     _check_disk(rank, config, num_parameters(model_path))
     config, placement = _fit_memory(rank, config, model_path)
     placement = claim_cores(placement, rank.on_end)
@@ -160,8 +160,9 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
         controller_state = load_controller_state(rank.checkpoint, cluster)
     run = open_records(rank, config)
     config = run.config
-    if cluster.is_first and lr_line.startswith("warning: "):
-        run.record_event("warning", text=lr_line.removeprefix("warning: "))
+    for line in lines:
+        if cluster.is_first and line.startswith("warning: "):
+            run.record_event("warning", text=line.removeprefix("warning: "))
     if not rank.checkpoint:
         try_copies(config)
     write_stacks_to(run.path / "stacks.txt")
@@ -217,8 +218,8 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
     return placement, torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def _fit_model(rank: Rank, model_path: str) -> tuple[Config, str]:
-    """Return the options with a dtype and a learning rate that fit the model, and a line on that rate.
+def _fit_model(rank: Rank, model_path: str) -> tuple[Config, list[str]]:
+    """Return the options with a dtype and a learning rate that fit the model, and the lines on freshness and rate.
 
     Collective on leaders.
     """
@@ -226,10 +227,11 @@ def _fit_model(rank: Rank, model_path: str) -> tuple[Config, str]:
     config = rank.config
     if rank.device.type == "cpu":
         config = _with_dtype(rank, model_path, size)
-    config, line = choose_lr(config, size)
+    config, lr_line = choose_lr(config, size)
+    lines = [config.freshness(), lr_line]
     if rank.cluster.is_first and rank.trains:
-        print(config.freshness(), line, sep="\n", flush=True)
-    return config, line
+        print(*lines, sep="\n", flush=True)
+    return config, lines
 
 
 def _check_disk(rank: Rank, config: Config, num_parameters: int) -> None:

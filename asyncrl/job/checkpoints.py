@@ -82,6 +82,7 @@ class Checkpoints:
         restore_training_state(self.policy, str(checkpoint.resume_folder), self.writer.group)
         if self.rank.cluster.is_first:
             clear_torn_checkpoints(checkpoint)
+            print(f"continues after step {checkpoint.step}: {checkpoint.path}", flush=True)
         # Wait until all ranks have read and accepted the checkpoint.
         dist.barrier(self.writer.group)
         if self.rank.cluster.is_leader:

@@ -60,7 +60,7 @@ WORDS_OF_OTHER_PROJECTS = {
         "max-staleness staleness-bound max-off-policy-steps max-head-offpolicyness"
     ),
     "--async-ratio N, the batches that rollout may be ahead": (
-        "max-async-level async-queue-size staleness-threshold"
+        "max-async-level async-queue-size staleness-threshold alpha"
     ),
     "--groups-per-step PROMPTS and --group-size RESPONSES of each": (
         "batch-size train-batch-size global-batch-size per-device-train-batch-size "

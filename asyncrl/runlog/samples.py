@@ -45,6 +45,8 @@ def _describe_member(
         "reward_parts": member.reward_parts,
         "group_reward": float(group.rewards.mean()),
         "oldest_version": member.oldest_version,
+        "newest_version": int(member.policy_versions.max()),
+        "staleness": step - 1 - member.oldest_version,
     }
 
 

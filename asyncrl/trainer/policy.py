@@ -61,6 +61,18 @@ class NotFinite(RuntimeError):
 
 
 @dataclass(eq=False)
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return the metrics of a GPU's memory; none of the CPU's."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "memory/reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "memory/free_gib": torch.cuda.mem_get_info()[0] / 2**30,
+        "memory/retries": torch.cuda.memory_stats()["num_alloc_retries"],
+    }
+
+
 class Policy(WholeWeights):
     """The model, its optimizer and the loss; every rank holds its shard."""
 
@@ -129,12 +141,7 @@ class Policy(WholeWeights):
         metrics |= stats.reduce()
         for plugin in self.plugins:
             metrics |= plugin.metrics()
-        if self.device.type != "cpu":
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            metrics["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            metrics["memory/free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
-            metrics["memory/retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        return metrics
+        return metrics | memory_metrics(self.device)
 
     def _order(self, num_minibatches: int, policy_version: int) -> list[int]:
         """Return which minibatch each update of a step trains on."""

@@ -44,6 +44,7 @@ def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer
     assert best == {
         "step": 3, "group": 4, "member": 2, "prompt": "0", "response": "0 0", "answer": "answer 14", "turns": 1,
         "reward": 1.0, "reward_parts": {}, "group_reward": 0.5, "oldest_version": 0,
+        "newest_version": 0, "staleness": 2,
     }  # fmt: skip
     assert worst == best | {"member": 1, "reward": 0.0}
     assert all("answer" not in sample for sample in samples_of([group], lambda group: ""))
