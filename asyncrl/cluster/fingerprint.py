@@ -28,17 +28,21 @@ def code_digest(root: Path = Path(ROOT)) -> str:
     )
 
 
-def fingerprint(config: Config) -> dict[str, str]:
-    """Return values that must be equal on all nodes: digests of the source files and of user code, and options."""
-    user_code = {
+def user_code_digests(config: Config) -> dict[str, str]:
+    """Return a digest of each file of a run's user code, by its path. Raises OSError for a missing file."""
+    return {
         str(path): digest({place: path}) for place, path in files(user_code_names(config)).items()
     }
+
+
+def fingerprint(config: Config) -> dict[str, str]:
+    """Return values that must be equal on all nodes: digests of the source files and of user code, and options."""
     options = {
         o.flag: str(o.value_in(config))
         for o in OPTIONS.values()
         if ChangeableBy.NODE not in o.changeable_by
     }
-    return {"code": code_digest()} | user_code | options
+    return {"code": code_digest()} | user_code_digests(config) | options
 
 
 def check_same(fingerprints: dict[str, dict[str, str]]) -> None:

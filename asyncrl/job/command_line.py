@@ -189,6 +189,12 @@ def read_options(args: list[str] | None = None, default: Config | None = None) -
     return _with_defaults(_read_words(args), default)
 
 
+def read_options_and_names(args: list[str]) -> tuple[Config, frozenset[str]]:
+    """Read options as `read_options` does. Return also the names of the options that the words give, as of today."""
+    given = _read_words(args)
+    return _with_defaults(given, None), frozenset(given)
+
+
 def _read_words(args: list[str] | None) -> dict[str, Any]:
     """Return the texts of a command line, by the names of options. With --help print the help, and exit.
 
