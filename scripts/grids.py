@@ -12,7 +12,9 @@ because its reward is seen later.
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,8 @@ QUESTIONS = {
     "without.md": "what do the options of --without change?",
 }
 """What each table answers."""
+NOT_FINITE = re.compile(r"loss \S+ and gradient norm \S+ at update \d+ must be finite")
+"""The only error that is a result. asyncrl/trainer/policy.py raises it. Another error can be of a full disk."""
 DISAGREEMENT = 0.3
 """Range of the final accuracy over seeds above which a mean says little."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
@@ -85,6 +89,8 @@ def record_of(run: Run) -> dict:
     """Return what is kept of a cell's run: provenance, evaluations, summary and curves."""
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
     record["git_dirty"] = bool(run.info["git_diff"])
+    config = run.info["config"]
+    record["updates_per_step"] = config["minibatches"] * config["optim.epochs"]
     record["evaluations"] = list(evaluations(run.metrics).items())
     late = run.metrics.tail(max(1, len(run.metrics) // 10)).reindex(columns=[*LATE_COLUMNS])
     numbers = summarise(run.metrics) | late.astype(float).mean().to_dict()
@@ -107,11 +113,26 @@ def key(cell: dict) -> str:
     return json.dumps(cell, sort_keys=True)
 
 
-def loss(cell: dict) -> str:
+def is_result(record: dict) -> bool:
+    """Return whether a run finished, or ended because it was not finite. Older code kept other errors, too."""
+    return "error" not in record or NOT_FINITE.search(record["error"]) is not None
+
+
+def loss(cell: dict, *, has_whole_path: bool = False) -> str:
     """Return the loss of a cell with its options, as --algos has it; of user code the name of the file alone."""
-    return ":".join(
-        filter(None, [os.path.basename(cell["algo"]), " ".join(cell.get("algo_args", []))])
-    )
+    algo = cell["algo"] if has_whole_path else os.path.basename(cell["algo"])
+    return ":".join(filter(None, [algo, " ".join(cell.get("algo_args", []))]))
+
+
+def loss_names(cells: Collection[dict]) -> dict[str, str]:
+    """Return the name that the tables give the loss of each cell, by the cell's key.
+
+    A loss of a file has the whole path if another file gives the same name.
+    """
+    algos = defaultdict(set)
+    for cell in cells:
+        algos[loss(cell)].add(cell["algo"])
+    return {key(cell): loss(cell, has_whole_path=len(algos[loss(cell)]) > 1) for cell in cells}
 
 
 def setting(cell: dict) -> dict:
@@ -123,24 +144,30 @@ def setting(cell: dict) -> dict:
 def runs_of(records: list[dict]) -> pd.DataFrame:
     """Return a row per run, in order of setting and loss: its options, setting and loss, and the record.
 
-    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last. A loss of a file
-    has the whole path if another file gives the same name.
+    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last. Their names are
+    those of `loss_names`.
     """
+    names = loss_names([record["cell"] for record in records])
+    # Another order of --sweep is no other setting. The first record with the same options gives the order.
+    orders: dict[frozenset, list[str]] = {}
+    for record in records:
+        options = setting(record["cell"])
+        orders.setdefault(frozenset(options), [*options])
+
+    def values(cell: dict) -> dict:
+        return {name: cell[name] for name in orders[frozenset(setting(cell))]}
 
     def place(record: dict) -> tuple:
         cell = record["cell"]
-        values = [sort_key(value) for value in setting(cell).values()]
-        return values, [*LOSSES, cell["algo"]].index(cell["algo"]), loss(cell)
+        sorted_values = [sort_key(value) for value in values(cell).values()]
+        return sorted_values, [*LOSSES, cell["algo"]].index(cell["algo"]), names[key(cell)]
 
     rows = []
     for record in sorted(records, key=place):
         cell = record["cell"]
-        text = ", ".join(f"`{name}` {show(value)}" for name, value in setting(cell).items())
-        rows.append({**cell, "setting": text, "loss": loss(cell), "record": record})
-    runs = pd.DataFrame(rows)
-    is_shared = runs.groupby("loss")["algo"].transform("nunique") > 1
-    runs["loss"] = runs["loss"].mask(is_shared, runs["algo"])
-    return runs
+        text = ", ".join(f"`{name}` {show(value)}" for name, value in values(cell).items())
+        rows.append({**cell, "setting": text, "loss": names[key(cell)], "record": record})
+    return pd.DataFrame(rows)
 
 
 def summaries(runs: pd.DataFrame) -> pd.DataFrame:
@@ -200,10 +227,10 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     NaN says that fewer than MIN_VERSIONS are left from version `start` on, or that the last weights were not evaluated.
     Empty if all failed.
     """
-    finished = [record for record in records if "error" not in record]
-    if not finished:
-        return pd.DataFrame(columns=["loss", "record"])
-    runs = runs_of(finished)
+    if all("error" in record for record in records):
+        return pd.DataFrame(columns=["loss", "record", *MEASURES])
+    runs = runs_of(records)  # a failed run counts for the names of losses
+    runs = runs[["error" not in record for record in runs["record"]]].copy()
     rewards = [reward_by_version(record) for record in runs["record"]]
     rewards = pd.concat(rewards, axis="columns", join="inner", keys=runs.index)
     steps = [len(record["series"]["reward"]) for record in runs["record"]]
@@ -218,6 +245,17 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     return runs.set_axis([key(record["cell"]) for record in runs["record"]])
 
 
+def has_one_update_a_step(record: dict) -> bool:
+    """Return whether a run made one update a step. A record of older code has only the words of its options.
+
+    Any word that can give several updates counts then, also one that names a file of options.
+    """
+    if "updates_per_step" in record:
+        return record["updates_per_step"] == 1
+    words = " ".join([*record["cell"], *record["options"]])
+    return re.search(r"minibatches|epochs|--(config|like)\b", words) is None
+
+
 def fresh_cell(record: dict, cells: pd.Index) -> str:
     """Return the key of the cell on fresh data with a record's loss, options and seed, or that of grpo in its place.
 
@@ -225,10 +263,10 @@ def fresh_cell(record: dict, cells: pd.Index) -> str:
     A loss with options may have another, so nothing stands in for it.
     """
     fresh = record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}
-    several = any("minibatches" in word for word in [*fresh, *record["options"]])
-    if key(fresh) in cells or several or fresh.get("algo_args") or fresh["algo"] not in LOSSES:
-        return key(fresh)
-    return key(fresh | {"algo": "grpo"})
+    is_plain = fresh["algo"] in LOSSES and not fresh.get("algo_args")
+    if key(fresh) not in cells and is_plain and has_one_update_a_step(record):
+        return key(fresh | {"algo": "grpo"})
+    return key(fresh)
 
 
 def differences(runs: pd.DataFrame) -> pd.DataFrame:

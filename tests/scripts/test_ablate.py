@@ -21,7 +21,8 @@ import json, os, pathlib, sys
 given = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
 run = pathlib.Path(given["runs-dir"], given["run-name"])
 run.mkdir()
-header = {"git_commit": "c", "git_diff": "", "hardware": {}, "packages": {}, "config": given}
+options = {"minibatches": 4, "optim.epochs": 2}
+header = {"git_commit": "c", "git_diff": "", "hardware": {}, "packages": {}, "config": options}
 (run / "run.json").write_text(json.dumps(header))
 line = {"step": 1, "samples": 8, "reward/mean": 1 / 3, "staleness/mean": 0.0, "staleness/max": 0, "time/step_s": 2.0,
         "eval/accuracy": 0.5, "eval/policy_version": 1, "drift/k3": 0.25}

@@ -52,6 +52,30 @@ def test_grpos_fresh_run_serves_a_loss_without_one_where_both_have_one_gradient(
     assert differences_of([broken]).empty
 
 
+@pytest.mark.parametrize(
+    ("of_record", "options", "has_one"),
+    [
+        ({"updates_per_step": 1, "options": ["--config", "run.toml"]}, {}, True),
+        ({"updates_per_step": 1}, {"minibatches": 1}, True),
+        ({"updates_per_step": 2, "options": ["--config", "run.toml"]}, {}, False),
+        ({"updates_per_step": 2}, {}, False),
+        # Older code kept only the words.
+        ({"options": ["--steps", "40"]}, {"lr": 0.1}, True),
+        ({"options": ["--optim.epochs", "2"]}, {}, False),
+        ({"options": ["--optim.epochs=2"]}, {}, False),
+        ({"options": ["--minibatches=4"]}, {}, False),
+        ({"options": ["--config", "run.toml"]}, {}, False),
+        ({"options": ["--config=run.toml"]}, {}, False),
+        ({"options": ["--like", "runs/one"]}, {}, False),
+        ({}, {"optim.epochs": 2}, False),
+        ({}, {"minibatches": 4}, False),
+    ],
+)
+def test_grpos_fresh_run_serves_no_run_with_several_updates_a_step(of_record, options, has_one):
+    pair = make_record("grpo", **options), make_record("m2po", 4, **options)
+    assert len(differences_of([record | of_record for record in pair])) == has_one
+
+
 def differences_of(records):
     return grids.differences(grids.measures_of(records))
 
@@ -314,5 +338,22 @@ def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels
 
 
 def test_losses_of_two_files_of_one_name_are_two_losses():
-    records = [make_record(f"/{folder}/my.py:f") for folder in "ab"]
-    assert [*grids.runs_of(records)["loss"]] == ["/a/my.py:f", "/b/my.py:f"]
+    records = [make_record(f"/{folder}/my.py:f", seed=seed) for folder in "ab" for seed in (0, 1)]
+    records += [make_record("/a/my.py:f", algo_args=["cap=1"])]
+    names = ["/a/my.py:f"] * 2 + ["/b/my.py:f"] * 2
+    assert sorted(grids.runs_of(records)["loss"]) == [*names, "my.py:f:cap=1"]
+    records += [make_record("/b/my.py:f", algo_args=["cap=1"], error="it broke")]
+    with_options = ["/a/my.py:f:cap=1", "/b/my.py:f:cap=1"]
+    assert sorted(grids.runs_of(records)["loss"]) == sorted([*names, *with_options])
+    # A run that failed is in no difference, but tells the names apart.
+    assert "/a/my.py:f:cap=1" in [*grids.measures_of(records)["loss"]]
+
+
+def test_another_order_of_the_options_is_no_other_setting():
+    swept = {"lr": 0.1, "dtype": "bfloat16"}
+    other_order = dict(reversed(swept.items()))
+    records = [make_record("grpo", 4, **swept), make_record("tis", 4, **other_order)]
+    runs = grids.runs_of(records)
+    text = "`async_ratio` 0, `publish_delay` 4, `lr` 0.1, `dtype` bfloat16"
+    assert [*runs["setting"]] == [text, text]
+    assert len(grids.against(grids.measures_of(records), "grpo")) == 1
