@@ -8,7 +8,7 @@ It writes OUT/stability.md and OUT/stability.png. arXiv 2607.01083 says that sta
 stays below a constant. The first table shows which rates are stable for each loss and lag.
 
 A run *collapses* at the first step from which its training reward is below half of its running best for HELD steps. The
-best must be LEARNT or more by then. A run that ended with an error collapsed after its last step. A run whose best
+best must be LEARNT or more by then. A run that was not finite collapsed after its last step. A run whose best
 stays below LEARNT has not learnt. It is neither stable nor collapsed.
 """
 
@@ -19,14 +19,25 @@ import pandas as pd
 from matplotlib.figure import Figure
 from tyro.conf import Positional
 
-from scripts.grids import COLOURS, fresh_cell, key, loss, measures_of, read_records
+from scripts.grids import (
+    COLOURS,
+    fresh_cell,
+    is_result,
+    key,
+    loss_names,
+    measures_of,
+    read_records,
+)
 from scripts.lines import markdown, run_command
 from scripts.runs import MISSING
+from scripts.table import show
 
 HELD = 5
 """Steps in which the reward must stay low."""
 LEARNT = 0.5
 """Least best reward of a run that has learnt."""
+COMPARED = ("algo", "algo_args", "publish_delay", "lr", "seed")
+"""Options in which the runs of a map can differ."""
 
 
 def collapse_step(rewards: np.ndarray) -> int | None:
@@ -39,17 +50,36 @@ def collapse_step(rewards: np.ndarray) -> int | None:
     return None
 
 
-def read_runs(out: Path) -> pd.DataFrame:
-    """Return a row per run: loss, lag, lr, seed, outcome, step of collapse, level and cost.
-
-    `level` is the mean reward of the later versions, and `cost` is it less that of the fresh run with the same seed and
-    rate. `outcome` is stable, collapsed or flat. Raises ValueError if there is no run, or a run has no rate of its own.
-    """
-    records = read_records(out / "cells.jsonl")
+def check_records(records: list[dict], out: Path) -> None:
+    """Raise ValueError if the records of a grid make no map: a run lacks a rate or a result, or settings differ."""
     if not records or any("lr" not in record["cell"] for record in records):
         raise ValueError(
             f"{out} is no grid with --sweep 'lr=V1|V2'; scripts/ablate.py --out {out} makes one"
         )
+    for record in records:
+        if not is_result(record):
+            what = f"{out} has a run that is no result: {' '.join(record['error'].split())}"
+            raise ValueError(f"{what}; the command that made it runs it again")
+    cells = [record["cell"] for record in records]
+    for name in sorted({name for cell in cells for name in cell} - {*COMPARED}):
+        values = sorted({show(cell.get(name, "unset")) for cell in cells})
+        # With an async_ratio the lag is no fixed number of steps.
+        if len(values) > 1 or (name == "async_ratio" and values != ["0"]):
+            raise ValueError(
+                f"{out} has runs with {name} {' and '.join(values)}; those of a map have async_ratio 0, and differ in "
+                "loss, publish_delay, lr and seed only; copy the lines of such runs to cells.jsonl in another folder"
+            )
+
+
+def read_runs(out: Path) -> pd.DataFrame:
+    """Return a row per run: loss, lag, lr, seed, outcome, step of collapse, level and cost.
+
+    `level` is the mean reward of the later versions, and `cost` is it less that of the fresh run with the same seed and
+    rate. `outcome` is stable, collapsed or flat. Raises ValueError as `check_records` does.
+    """
+    records = read_records(out / "cells.jsonl")
+    check_records(records, out)
+    names = loss_names([record["cell"] for record in records])
     measured = measures_of(records)
     rows = []
     for record in records:
@@ -62,7 +92,7 @@ def read_runs(out: Path) -> pd.DataFrame:
         levels = measured["level"].reindex([key(cell), fresh_cell(record, measured.index)])
         rows.append(
             {
-                "loss": loss(cell),
+                "loss": names[key(cell)],
                 "lag": cell["publish_delay"],
                 "lr": cell["lr"],
                 "seed": cell["seed"],

@@ -21,6 +21,13 @@ from scripts.runs import load, readable_summary
 FOLDER = Path(__file__).parent
 RUNS = ROOT / "results/smollm2/one_digit-s0", ROOT / "results/smollm2/one_digit-s1"
 ERRORS = tomllib.loads((FOLDER / "errors.toml").read_text())["command"]
+RATES = {
+    "mixed": [{"async_ratio": 0.0}, {"async_ratio": 4.0}],
+    "stale": [{"async_ratio": 4.0}],
+    "swept": [{}, {"minibatches": 4}],
+    "failed": [{}],
+}
+"""Options of the cells of grids of learning rates."""
 CASES = tomllib.loads((FOLDER / "install.toml").read_text())["case"]
 
 
@@ -35,8 +42,13 @@ def test_a_mistake_ends_in_its_line_and_writes_nothing(command, tmp_path, monkey
     cell = {"algo": "grpo", "async_ratio": 0.0, "publish_delay": 0, "seed": 0}
     record = {"cell": cell, "series": {}, "options": ["--algo=grpo", "--seed=0"]}
     write_jsonl(grid / "cells.jsonl", [record])
+    for name, cells in RATES.items():
+        records = [record | {"cell": cell | {"lr": 0.001} | options} for options in cells]
+        if name == "failed":
+            records[0]["error"] = "error: no space left"
+        write_jsonl(tmp_path / name / "cells.jsonl", records)
     folders = {"none": tmp_path / "none", "run": RUNS[0], "other": RUNS[1]}
-    folders |= {name: tmp_path / name for name in (*texts, "grid")}
+    folders |= {name: tmp_path / name for name in (*texts, *RATES, "grid")}
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:

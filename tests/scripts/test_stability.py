@@ -1,11 +1,10 @@
 """The map of stability, on a grid whose runs collapse where the test says."""
 
-import json
-
 import numpy as np
 import pytest
 from matplotlib.image import imread
 from programs import ROOT
+from user_files import write_jsonl
 
 from scripts import stability
 
@@ -34,6 +33,24 @@ def test_a_collapse_is_half_of_the_best_for_five_steps(rewards, step):
     assert stability.collapse_step(rewards) == step
 
 
+NOT_FINITE = (
+    "error: loss nan and gradient norm nan at update 80 must be finite: look at the rewards"
+)
+
+
+def make_record(algo, lag, lr, seed, collapse_at=None):
+    return {
+        "cell": {"algo": algo, "async_ratio": 0.0, "publish_delay": lag, "seed": seed, "lr": lr},
+        "options": [],
+        "summary": {},
+        "evaluations": [],
+        "series": {
+            "reward": rewards_of(collapse_at).tolist(),
+            "staleness_mean": [min(step, lag) for step in range(80)],
+        },
+    }
+
+
 def test_a_grid_gives_outcomes_and_the_line(tmp_path, capsys):
     records = []
     for algo in ("grpo", "tis"):
@@ -41,21 +58,9 @@ def test_a_grid_gives_outcomes_and_the_line(tmp_path, capsys):
             for lr in (0.001, 0.004):
                 for seed in range(3):
                     collapses = lag == 16 and lr == 0.004 and (algo == "grpo" or seed == 0)
-                    records.append(
-                        {
-                            "cell": {"algo": algo, "async_ratio": 0.0, "publish_delay": lag}
-                            | {"seed": seed, "lr": lr},
-                            "options": [],
-                            "summary": {},
-                            "evaluations": [],
-                            "series": {
-                                "reward": rewards_of(51 if collapses else None).tolist(),
-                                "staleness_mean": [min(step, lag) for step in range(80)],
-                            },
-                        }
-                    )
-    records[0] |= {"error": "the loss is not finite"}  # grpo, lag 0, lr 0.001
-    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+                    records.append(make_record(algo, lag, lr, seed, 51 if collapses else None))
+    records[0] |= {"error": NOT_FINITE}  # grpo, lag 0, lr 0.001
+    write_jsonl(tmp_path / "cells.jsonl", records)
     stability.main(tmp_path)
     page = (tmp_path / "stability.md").read_text()
     assert page == capsys.readouterr().out
@@ -67,6 +72,21 @@ def test_a_grid_gives_outcomes_and_the_line(tmp_path, capsys):
     assert grpo_line[1:] == ["≥ 0.004, lag · lr ≥ 0.016", "0.001, lag · lr 0.016 |"]
     assert tis_line == ["| `tis`", *grpo_line[1:]]
     assert imread(tmp_path / "stability.png").shape[1] > 800
+
+
+def test_a_grid_whose_runs_all_failed_has_a_map_of_collapses(tmp_path):
+    records = [make_record("grpo", lag, 0.001, 0) | {"error": NOT_FINITE} for lag in (0, 4)]
+    write_jsonl(tmp_path / "cells.jsonl", records)
+    stability.main(tmp_path)
+    page = (tmp_path / "stability.md").read_text()
+    assert page.count("**1 of 1 collapse**, step 80") == 2
+    assert (tmp_path / "stability.png").exists()
+
+
+def test_losses_of_two_files_of_one_name_have_two_rows(tmp_path):
+    records = [make_record(f"/{folder}/my.py:f", 0, 0.001, 0) for folder in "ab"]
+    write_jsonl(tmp_path / "cells.jsonl", records)
+    assert [*stability.read_runs(tmp_path)["loss"]] == ["/a/my.py:f", "/b/my.py:f"]
 
 
 def test_the_tables_of_the_published_grid_are_made_again():
