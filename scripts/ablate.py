@@ -5,12 +5,14 @@
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
-adds its cells. What follows `--` is given to every run. grids.py says what is kept, and makes of it table.md, paired.md
-(stale less fresh data), against.md (each loss less the baseline), cells.csv and curves.png. --without makes without.md.
---dry-run checks the options of every cell, and prints the cells, what the tables will answer, and the time. A signal
-ends the runs of unfinished cells.
+adds its cells. What follows `--` is given to every run, in the folder of the caller. grids.py says what is kept, and
+makes of it table.md, paired.md (stale less fresh data), against.md (each loss less the baseline), cells.csv and
+curves.png. --without makes without.md. --dry-run checks the options of every cell, and prints the cells, what the
+tables will answer, and the time. A signal ends the runs of unfinished cells. Only a run that is not finite ends with a
+result. After any other error the same command runs the cell again.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -33,17 +35,22 @@ from typing import NoReturn
 import tyro
 
 from asyncrl import user_code
+from asyncrl.cluster.fingerprint import user_code_digests
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals, kill_with_sessions
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag_of, nearest, switch, with_home_folder
 from asyncrl.job.choices import try_choices
-from asyncrl.job.command_line import read_options
+from asyncrl.job.command_line import read_options_and_names
+from asyncrl.runlog.header import git
 from scripts.grids import (
     MIN_SEEDS,
     MIN_VERSIONS,
+    NOT_FINITE,
     QUESTIONS,
+    is_result,
     key,
     loss,
+    loss_names,
     num_level_versions,
     read_records,
     record_of,
@@ -54,7 +61,9 @@ from scripts.runs import load
 from scripts.table import show
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAIN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "train_async.py")
+# -P, because runs are started in the user's folder, where a file can have the name of a module.
+TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
+TRAIN = (*TORCHRUN, "--standalone", str(ROOT / "train_async.py"))
 AXES = ("algo", "algo_args", "async_ratio", "publish_delay", "seed")
 """Options that every cell names first."""
 SIMILAR_WORDS = {
@@ -146,10 +155,10 @@ def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
     return [*words, *extra]
 
 
-def cell_name(cell: dict) -> str:
-    """Return the name of a cell's run."""
+def cell_name(cell: dict, loss_name: str | None = None) -> str:
+    """Return the name of a cell's run; unset, the name of the loss is that of --algos."""
     letters = {"async_ratio": "a", "publish_delay": "k"}
-    parts = [loss(cell)]
+    parts = [loss_name or loss(cell)]
     for name, value in setting(cell).items():
         parts.append(letters.get(name, f"{name}=") + show(value))
     if "seed" in cell:
@@ -157,18 +166,31 @@ def cell_name(cell: dict) -> str:
     return re.sub(r"[^\w.+=-]", "+", "-".join(parts))
 
 
-def read_cell(texts: dict[str, str | list[str]], extra: Sequence[str], common: Config) -> dict:
-    """Return a cell, which has the values that texts mean to a run with the options `extra`, read as `common`.
+def run_names(cells: Sequence[dict], records: Sequence[dict]) -> dict[str, str]:
+    """Return the names of the runs of cells by their keys. No other cell or record has them: a run has a folder."""
+    all_cells = [*cells, *(record["cell"] for record in records)]
+    losses = loss_names(all_cells)
+    return {key(cell): cell_name(cell, losses[key(cell)]) for cell in cells}
 
-    Raises ValueError if such a run would not accept it, or if `extra` has other values.
+
+@functools.cache
+def common_options(extra: tuple[str, ...]) -> tuple[Config, frozenset[str]]:
+    """Return the options that every run is given, and the names of those in the words. Old names are warned of once."""
+    return read_options_and_names([*extra])
+
+
+def read_cell(texts: dict[str, str | list[str]], extra: tuple[str, ...]) -> dict:
+    """Return a cell, which has the values that texts mean to a run with the options `extra`.
+
+    Raises ValueError if such a run would not accept it, or if `extra` has an option of the cell.
     """
+    common, given_names = common_options(extra)
     config = user_code.with_absolute_paths(common.changed(texts))
     values = {name: OPTIONS[name].value_in(config) for name in texts}
     cell = {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
-    flags = {word.partition("=")[0].replace("_", "-") for word in extra}
     try:
-        for name, value in values.items():
-            if flag_of(name) in flags and OPTIONS[name].value_in(common) != value:
+        for name in values:
+            if name in given_names:
                 raise ValueError(f"{flag_of(name)} is the grid's; give it before --")
         try_choices(config.checked())
     except ValueError as error:
@@ -211,8 +233,7 @@ def cells_of(arguments: Arguments) -> list[dict]:
 
     Seeds are outermost: a grid stopped early has whole seeds, and a busy hour falls on all alike.
     """
-    losses, extra = [read_loss(text) for text in arguments.algos], arguments.extra
-    common = read_options([*extra])
+    losses = [read_loss(text) for text in arguments.algos]
     if arguments.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
     axes = read_axes(arguments)
@@ -220,8 +241,8 @@ def cells_of(arguments: Arguments) -> list[dict]:
     for *values, texts in itertools.product(*axes.values(), losses):
         twice = "algo_args" in texts and "algo_args" in axes
         texts = texts | dict(zip(axes, values, strict=True)) | {"seed": "0"}
-        ordered = {name: texts[name] for name in [*AXES, *texts] if name in texts}
-        cell = read_cell(ordered, extra, common)
+        ordered = {name: texts[name] for name in [*AXES, *sorted(texts)] if name in texts}
+        cell = read_cell(ordered, arguments.extra)
         if twice or key(cell) in cells:
             what = "or an option of it, is there twice; name each value and option once"
             raise ValueError(f"{cell_name(cell)}, {what}")
@@ -229,11 +250,11 @@ def cells_of(arguments: Arguments) -> list[dict]:
     return [cell | {"seed": seed} for seed in range(arguments.seeds) for cell in cells.values()]
 
 
-def warn_of_few_versions(cells: list[dict], extra: Sequence[str]) -> None:
+def warn_of_few_versions(cells: list[dict], extra: tuple[str, ...]) -> None:
     """Print how many steps level needs, if the cells with the options `extra` have fewer."""
     lag = max(cell["publish_delay"] + math.ceil(cell["async_ratio"]) for cell in cells)
-    common_steps = read_options([*extra]).steps
-    num_steps = min(cell.get("steps", common_steps) for cell in cells)
+    common, _ = common_options(extra)
+    num_steps = min(cell.get("steps", common.steps) for cell in cells)
     num_versions = max(0, num_level_versions(num_steps, lag))
     if num_versions < MIN_VERSIONS:
         print(
@@ -252,24 +273,42 @@ def warn_of_few_seeds(num_seeds: int) -> None:
         )
 
 
-def describe(cells: list[dict], baseline: str | None) -> list[str]:
-    """Return the names of the cells, and the question that each table answers or what it needs."""
+def warn_of_other_commits(records: list[dict]) -> None:
+    """Print the commits of finished cells, if they are not the one that is there now."""
+    now = git("rev-parse", "HEAD")
+    before = {record.get("git_commit") for record in records} - {None, now}
+    if now and before:
+        print(
+            f"warning: finished cells are of commit {', '.join(sorted(name[:12] for name in before))}, and new ones "
+            f"are of {now[:12]}; if runs differ between them, give another --out",
+            file=sys.stderr,
+        )
+
+
+def describe(cells: list[dict], records: list[dict], baseline: str | None) -> list[str]:
+    """Return the names of the cells, and the question that each table answers or what it needs.
+
+    The records are those of the grid so far.
+    """
+    losses = loss_names([*cells, *(record["cell"] for record in records)])
+    names = run_names(cells, records)
     is_fresh = {cell["async_ratio"] == cell["publish_delay"] == 0 for cell in cells}
     needed = {
         "paired.md": len(is_fresh) < 2
         and "fresh and stale cells, as of --async-ratio 0 --publish-delay 0 16",
-        "against.md": len({loss(cell) for cell in cells}) < 2 and "two losses, as --algos grpo tis",
+        "against.md": len({losses[key(cell)] for cell in cells}) < 2
+        and "two losses, as --algos grpo tis",
     }
-    lines = [f"{len(cells)} runs:", *(f"  {cell_name(cell)}" for cell in cells)]
+    lines = [f"{len(cells)} runs:", *(f"  {names[key(cell)]}" for cell in cells)]
     for name, what in needed.items():
-        question = QUESTIONS[name].format(baseline=baseline or loss(cells[0]))
+        question = QUESTIONS[name].format(baseline=baseline or losses[key(cells[0])])
         lines.append(f"{name}: {question}" + (f" Not made: it needs {what}." if what else ""))
     return lines
 
 
 def unfinished(cells: list[dict], records: list[dict]) -> list[dict]:
-    """Return the cells without a record."""
-    finished = {key(record["cell"]) for record in records}
+    """Return the cells without a record that is a result."""
+    finished = {key(record["cell"]) for record in records if is_result(record)}
     return [cell for cell in cells if key(cell) not in finished]
 
 
@@ -292,11 +331,11 @@ def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
 def run_to_end(words: Sequence[str], stop: threading.Event) -> tuple[int, str]:
     """Run a command, and return its exit status and its standard error. `stop` ends all processes of the command.
 
+    It runs in the caller's folder, so relative paths mean the files that were checked.
     The command has its own session, so it gets no Ctrl-C of a terminal: two signals disturb the end of torchrun.
     """
     process = subprocess.Popen(
         words,
-        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -311,14 +350,20 @@ def run_to_end(words: Sequence[str], stop: threading.Event) -> tuple[int, str]:
                 kill_with_sessions(process, GRACE_S)
 
 
-def run_cell(cell: dict, arguments: Arguments, stop: threading.Event) -> dict:
+def code_of(cell: dict, extra: tuple[str, ...]) -> dict[str, str]:
+    """Return a digest of each file of user code that a cell's run reads, by its path."""
+    common, _ = common_options(extra)
+    return user_code_digests(common.changed(cell))
+
+
+def run_cell(cell: dict, name: str, arguments: Arguments, stop: threading.Event) -> dict:
     """Run one cell to its end, and return its record.
 
-    An error that the run states (a loss not finite) is a result. Raises ValueError if it states none or made no step.
+    A loss or gradient that is not finite is a result. Raises ValueError for any other error, or if it made no step.
     """
-    name, start = cell_name(cell), time.monotonic()
+    start = time.monotonic()
     words = options(cell, arguments.extra)
-    record = {"cell": cell, "options": words}
+    record = {"cell": cell, "options": words, "user_code": code_of(cell, arguments.extra)}
     with tempfile.TemporaryDirectory(prefix="ablate-") as folder:
         runs = arguments.out / "runs" if arguments.keep_runs else Path(folder)
         runs.mkdir(parents=True, exist_ok=True)
@@ -328,24 +373,44 @@ def run_cell(cell: dict, arguments: Arguments, stop: threading.Event) -> dict:
         record["seconds"] = round(time.monotonic() - start, 1)
         if status:
             lines = [line for line in text.splitlines() if line.startswith("error: ")]
-            if not lines:  # killed for memory, say
-                reason = f"was killed or broke, which is no result: {text[-500:].strip()}"
-                raise ValueError(f"cell {name} {reason}")
-            record["error"] = lines[0]
+            results = [line for line in lines if NOT_FINITE.search(line)]
+            if not results:  # killed for memory, or the disk is full, say
+                reason = lines[0].removeprefix("error: ") if lines else text[-500:].strip()
+                how = f"the same command with --out {arguments.out} runs it again"
+                what = f"cell {name} was killed or broke, which is no result; {how}"
+                raise ValueError(f"{what}: {reason}")
+            record["error"] = results[0]
         try:
             return record | record_of(load(runs / name))
         except ValueError as error:
             raise ValueError(f"cell {name} has no metrics: {record.get('error', error)}") from None
 
 
-def check_options(cells: list[dict], records: list[dict], extra: Sequence[str]) -> None:
-    """Raise ValueError if a finished cell had other options than these."""
-    finished = {key(record["cell"]): record["options"] for record in records}
+def check_options(cells: list[dict], records: list[dict], extra: tuple[str, ...]) -> None:
+    """Raise ValueError if a finished cell had other options than these, or other user code."""
+    finished = {key(record["cell"]): record for record in records if is_result(record)}
     for cell in cells:
-        before, now = finished.get(key(cell)), options(cell, extra)
-        if before not in (None, now):
+        record = finished.get(key(cell))
+        if record is None:
+            continue
+        # The record can have another order of --sweep, which changes nothing.
+        before, now = record["options"], options(record["cell"], extra)
+        if before != now:
             changed = f"{shlex.join(before)}, not {shlex.join(now)}"
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")
+        if "user_code" in record:  # older code kept none
+            check_code(cell, record["user_code"], extra)
+
+
+def check_code(cell: dict, code_before: dict[str, str], extra: tuple[str, ...]) -> None:
+    """Raise ValueError, naming the files, if a cell's user code has other digests than before."""
+    code = code_of(cell, extra)
+    files = [path for path in code if code_before.get(path) != code[path]]
+    if files:
+        raise ValueError(
+            f"{cell_name(cell)} is of other code in {', '.join(files)} than is there now; give another --out, or "
+            "restore the code"
+        )
 
 
 def run_missing(cells: list[dict], arguments: Arguments) -> None:
@@ -357,7 +422,9 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
     path = arguments.out / "cells.jsonl"
     records = read_records(path)
     check_options(cells, records, arguments.extra)
-    missing = unfinished(cells, records)
+    missing, names = unfinished(cells, records), run_names(cells, records)
+    codes = {key(cell): code_of(cell, arguments.extra) for cell in missing}
+    warn_of_other_commits(records if missing else [])
     num_finished = len(cells) - len(missing)
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -368,9 +435,10 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
         if failures:
             return None
         number = num_finished + missing.index(cell) + 1
-        print(f"{cell_name(cell)} starts, {number} of {len(cells)}", flush=True)
+        print(f"{names[key(cell)]} starts, {number} of {len(cells)}", flush=True)
         try:
-            return run_cell(cell, arguments, stop)
+            check_code(cell, codes[key(cell)], arguments.extra)  # an edit while the grid runs
+            return run_cell(cell, names[key(cell)], arguments, stop)
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
@@ -382,7 +450,7 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
             futures = [pool.submit(attempt, cell) for cell in missing]
             for future in as_completed(futures):
                 if record := future.result():
-                    keep(record, path)
+                    keep(record, names[key(record["cell"])], path)
                     left = time_needed(cells, read_records(path), arguments.parallel)
                     print(f"  {left}", flush=True)
         except KeyboardInterrupt as interrupt:
@@ -403,13 +471,13 @@ def divide_cores(num_shares: int) -> list[set[int]]:
     return [set(cores[share::num_shares]) for share in range(num_shares)]
 
 
-def keep(record: dict, path: Path) -> None:
-    """Append a record to a file, and print its result."""
+def keep(record: dict, name: str, path: Path) -> None:
+    """Append a record of the run with this name to a file, and print its result."""
     with open(path, "a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
     accuracies = [f"{accuracy:.3f} after {step}" for step, accuracy in record["evaluations"]]
     result = record.get("error", f"held-out accuracy by step: {', '.join(accuracies)}")
-    print(f"{cell_name(record['cell'])}: {result}", flush=True)
+    print(f"{name}: {result}", flush=True)
 
 
 def run_grid(arguments: Arguments, cells: list[dict]) -> None:
@@ -425,7 +493,8 @@ def run_grid(arguments: Arguments, cells: list[dict]) -> None:
             num_finished = len(cells) - len(unfinished(cells, read_records(out / "cells.jsonl")))
             how = f"the same command with --out {shlex.quote(str(out))} continues"
             sys.exit(f"stopped: {num_finished} of {len(cells)} cells are finished; {how}")
-        baseline = baseline or loss(cells[0])
+        losses = loss_names([record["cell"] for record in read_records(out / "cells.jsonl")])
+        baseline = baseline or losses[key(cells[0])]
     report(out, baseline, arguments.without)
 
 
@@ -451,13 +520,14 @@ def main() -> None:
             warn_of_few_versions(cells, arguments.extra)
             warn_of_few_seeds(arguments.seeds)
         if cells and arguments.dry_run:
-            print(*describe(cells, arguments.baseline), sep="\n")
-            print(time_needed(cells, read_records(out / "cells.jsonl"), arguments.parallel))
+            records = read_records(out / "cells.jsonl")
+            print(*describe(cells, records, arguments.baseline), sep="\n")
+            print(time_needed(cells, records, arguments.parallel))
         else:
             run_grid(arguments, cells)
     except KeyboardInterrupt:
         sys.exit("stopped")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import psutil
 import pytest
 from programs import start_python, wait_until
-from user_files import write_jsonl
+from user_files import write_jsonl, write_user_code
 
 from scripts import ablate
 from scripts.ablate import cell_name, options, read_arguments
@@ -28,7 +29,7 @@ line = {"step": 1, "samples": 8, "reward/mean": 1 / 3, "staleness/mean": 0.0, "s
         "eval/accuracy": 0.5, "eval/policy_version": 1, "drift/k3": 0.25}
 (run / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
 if given["algo"] == "kimi":
-    sys.exit("a trace\\nerror: the loss is not finite")
+    sys.exit("a trace\\nerror: a rank left\\nerror: loss nan and gradient norm inf at update 1 must be finite: look")
 if given["algo"] == "aipo":
     os.kill(os.getpid(), 9)
 """
@@ -51,7 +52,7 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
     cells = cells_of(
         *("--algos", "grpo", "tis:clip_low=0.1 clip_high=4.0", "--async-ratio", "0", "1"),
         *("--publish-delay", "0", "4", "--sweep", "compile=true|false", "--sweep", "lr=1e-4"),
-        *("--sweep", "optim.warmup_steps=3", "--seeds", "2", "--", "--steps=5", "--seed=0"),
+        *("--sweep", "optim.warmup_steps=3", "--seeds", "2", "--", "--steps=5"),
     )
     assert len({cell_name(cell) for cell in cells}) == len({key(cell) for cell in cells}) == 32
     assert [cell_name(cell) for cell in cells[:8]] == [
@@ -184,7 +185,9 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     summary = record["summary"]
     assert summary["reward_last"] == 1 / 3 and summary["accuracy_last"] == 0.5
     assert summary["drift/k3"] == 0.25 and summary["wait_share"] is summary["loss/ess"] is None
-    assert failed["error"] == "error: the loss is not finite" and failed["series"]["samples"] == [8]
+    assert record["updates_per_step"] == 8 and record["user_code"] == {}
+    error = "error: loss nan and gradient norm inf at update 1 must be finite: look"
+    assert failed["error"] == error and failed["series"]["samples"] == [8]
     assert (grid / "runs/grpo-a0-k0-s0/metrics.jsonl").exists()
     (grid / "runs/tis-a0-k0-s0").mkdir()  # of a grid that was killed
     printed = ablate_stub("--algos", "tis", "kimi", "--parallel", "2", *words)
@@ -195,3 +198,136 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     assert algos == ["grpo", "kimi", "tis"]
     assert {"curves.png", "cells.csv"} < {path.name for path in grid.iterdir()}
     assert "cells, " not in ablate_stub("--report")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("error: No space left on device", "No space left on device"),
+        ("error: rewards must be finite, got [nan]", "rewards must be finite, got [nan]"),
+        ("a trace", "a trace"),
+    ],
+)
+def test_an_error_that_is_no_result_is_reported_and_the_same_command_runs_the_cell_again(
+    error, reason, ablate_stub, tmp_path
+):
+    stub, cells = tmp_path / "stub.py", tmp_path / "grid/cells.jsonl"
+    stub.write_text(f"{STUB}\nsys.exit({error!r})")
+    how = f"which is no result; the same command with --out {tmp_path}/grid runs it again: {reason}"
+    with pytest.raises(SystemExit, match=re.escape(f"grpo-a0-k0-s0 was killed or broke, {how}")):
+        ablate_stub("--algos", "grpo")
+    assert not read_records(cells)
+    stub.write_text(STUB)
+    ablate_stub("--algos", "grpo")
+    (record,) = read_records(cells)
+    write_jsonl(cells, [record | {"error": error}])  # older code kept it
+    assert "1 cells, 0 of them finished before" in ablate_stub("--algos", "grpo")
+    assert read_records(cells)[0].keys() == record.keys()
+
+
+def test_a_run_is_started_in_the_folder_of_the_caller(ablate_stub, tmp_path, monkeypatch):
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (tmp_path / "stub.py").write_text(f"{STUB}\npathlib.Path('here').write_text(given['runs-dir'])")
+    monkeypatch.chdir(folder)
+    ablate_stub("--algos", "grpo", "--out", "mine", "--keep-runs", "--", "--data-path", "rows.csv")
+    assert (folder / "here").read_text() == str(folder / "mine/runs")
+    assert (folder / "mine/table.md").exists() and not (tmp_path / "mine").exists()
+
+
+def test_a_file_in_the_folder_of_the_caller_hides_no_module_of_torchrun(tmp_path):
+    (tmp_path / "random.py").write_text("raise RuntimeError('hidden')")
+    result = subprocess.run([*ablate.TORCHRUN, "--help"], cwd=tmp_path, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert os.path.isfile(ablate.TRAIN[-1]) and os.path.isabs(ablate.TRAIN[-1])
+
+
+LOSS = """
+from {helper} import SCALE
+
+
+def loss(inputs):
+    return -SCALE * inputs.log_ratio.exp() * inputs.advantages, {{}}
+"""
+REWARD = """
+def score(response, answer):
+    return float(response == answer)
+"""
+
+
+@pytest.fixture
+def user_words(tmp_path):
+    """The words of a grid with a loss, which imports a helper, and a reward; and the three files."""
+    helper = write_user_code(tmp_path, "SCALE = 1.0\n")
+    algo = write_user_code(tmp_path, LOSS.format(helper=helper.stem))
+    reward = write_user_code(tmp_path, REWARD)
+    return ("--algos", f"{algo}:loss", "--", f"--reward={reward}:score"), [helper, algo, reward]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_finished_cell_of_other_user_code_is_refused(number, ablate_stub, user_words, tmp_path):
+    words, files = user_words
+    ablate_stub(*words)
+    assert "1 of them finished before" in ablate_stub(*words)
+    files[number].write_text(files[number].read_text() + "\n# other code\n")
+    what = f"-a0-k0-s0 is of other code in {files[number]} than is there now; give another --out"
+    with pytest.raises(SystemExit, match=re.escape(what)):
+        ablate_stub(*words)
+    cells = tmp_path / "grid/cells.jsonl"
+    (record,) = read_records(cells)
+    assert record["user_code"].keys() == {*map(str, files)}
+    del record["user_code"]  # older code kept none
+    write_jsonl(cells, [record])
+    assert "1 of them finished before" in ablate_stub(*words)
+
+
+def test_user_code_that_changes_while_a_grid_runs_ends_it(ablate_stub, user_words, tmp_path):
+    words, (helper, *_) = user_words
+    edit = f"\npathlib.Path({str(helper)!r}).write_text('SCALE = 2.0')"
+    (tmp_path / "stub.py").write_text(STUB + edit)
+    with pytest.raises(SystemExit, match=f"is of other code in {helper} than is there now"):
+        ablate_stub("--seeds", "2", *words)
+    assert len(read_records(tmp_path / "grid/cells.jsonl")) == 1
+
+
+def test_a_changed_commit_of_the_repository_is_reported(capsys, monkeypatch):
+    monkeypatch.setattr(ablate, "git", lambda *_: "2" * 40)
+    ablate.warn_of_other_commits([{"git_commit": "2" * 40}, {"git_commit": None}, {}])
+    assert capsys.readouterr().err == ""
+    ablate.warn_of_other_commits([{"git_commit": number * 40} for number in "123"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"are of commit {'1' * 12}, {'3' * 12}, and new ones are of {'2' * 12};" in line
+
+
+@pytest.mark.parametrize("commands", [["ab"], ["a", "b"]])
+def test_losses_of_two_files_of_one_name_have_two_folders(commands, ablate_stub, tmp_path):
+    algos = {}
+    for folder in "ab":
+        path = tmp_path / folder / f"same_name_{len(commands)}.py"
+        path.parent.mkdir()
+        path.write_text(LOSS.replace("{helper}", "math").replace("SCALE", "pi").format())
+        algos[folder] = f"{path}:loss"
+    for command in commands:
+        words = "--algos", *(algos[folder] for folder in command), "--keep-runs"
+        described = ablate_stub(*words, "--dry-run")
+        printed = ablate_stub(*words)
+    assert ("needs two losses" in described) == (len(commands) == 2)
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("grid/runs/*/run.json")]
+    assert len(runs) == 2
+    name = algos[commands[-1][0]]
+    assert f"is a loss better than {name} at the same lag?" in printed
+    names = re.findall(r"^  (.+-a0-k0-s0)$", described, re.M)
+    assert len({*names}) == len(names) and all((tmp_path / "grid/runs" / n).exists() for n in names)
+
+
+def test_the_order_of_sweep_makes_no_other_cell(ablate_stub, tmp_path):
+    sweeps = ("--sweep", "lr=0.1"), ("--sweep", "dtype=bfloat16")
+    made = [cells_of("--algos", "grpo", *a, *b) for a, b in (sweeps, sweeps[::-1])]
+    assert [*map(str, made[0])] == [*map(str, made[1])]
+    words = "--algos", "grpo", *sweeps[0], *sweeps[1], "--", "--steps=1"
+    ablate_stub(*words)
+    cells = tmp_path / "grid/cells.jsonl"
+    (record,) = read_records(cells)
+    cell = dict(reversed(record["cell"].items()))  # older code kept the order of --sweep
+    write_jsonl(cells, [record | {"cell": cell, "options": options(cell, ["--steps=1"])}])
+    assert "1 of them finished before" in ablate_stub(*words)
