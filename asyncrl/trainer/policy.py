@@ -60,7 +60,6 @@ class NotFinite(RuntimeError):
     Earlier updates of the step are made."""
 
 
-@dataclass(eq=False)
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the metrics of a GPU's memory; none of the CPU's."""
     if device.type == "cpu":
@@ -73,6 +72,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     }
 
 
+@dataclass(eq=False)
 class Policy(WholeWeights):
     """The model, its optimizer and the loss; every rank holds its shard."""
 
