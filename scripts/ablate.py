@@ -199,7 +199,13 @@ def read_cell(texts: dict[str, str | list[str]], extra: tuple[str, ...]) -> dict
 
 
 def read_loss(text: str) -> dict[str, str | list[str]]:
-    """Return the texts of a loss and of its options, which are behind a colon."""
+    """Return the texts of a loss and of its options, which are behind a colon.
+
+    Raises ValueError for several losses in one text.
+    """
+    if "," in text.partition(":")[0]:
+        what = f"--algos {text}: values are separated by blanks"
+        raise ValueError(f"{what}; write --algos {text.replace(',', ' ')}")
     algo, arguments = re.fullmatch(r"(.*?)(?::(\w+=.*))?", text).groups()
     return {"algo": algo} | ({"algo_args": arguments.split()} if arguments else {})
 
@@ -315,6 +321,8 @@ def unfinished(cells: list[dict], records: list[dict]) -> list[dict]:
 def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
     """Return in words how long the unfinished cells take, by the mean of the finished ones."""
     num_missing = len(unfinished(cells, records))
+    if not num_missing:
+        return "time: all runs are finished"
     seconds = [record["seconds"] for record in records if "seconds" in record]
     if not seconds:
         return (
@@ -322,7 +330,8 @@ def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
             "command with this --out predicts it"
         )
     minutes = math.ceil(num_missing / parallel) * sum(seconds) / len(seconds) / 60
-    return f"time: about {minutes:.0f} minutes for {num_missing} unfinished runs"
+    what = f"{num_missing} unfinished run{'s' * (num_missing > 1)}"
+    return f"time: about {max(1, round(minutes))} min for {what}"
 
 
 # Runs
@@ -475,8 +484,8 @@ def keep(record: dict, name: str, path: Path) -> None:
     """Append a record of the run with this name to a file, and print its result."""
     with open(path, "a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
-    accuracies = [f"{accuracy:.3f} after {step}" for step, accuracy in record["evaluations"]]
-    result = record.get("error", f"held-out accuracy by step: {', '.join(accuracies)}")
+    accuracies = [f"{accuracy:.3f} at {version}" for version, accuracy in record["evaluations"]]
+    result = record.get("error", f"held-out accuracy by version: {', '.join(accuracies)}")
     print(f"{name}: {result}", flush=True)
 
 

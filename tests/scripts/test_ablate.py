@@ -145,7 +145,7 @@ def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate
     write_jsonl(tmp_path / "grid/cells.jsonl", records)
     for parallel, minutes in (("1", 6), ("2", 4)):
         *_, line = ablate_stub(*two, "--parallel", parallel, "--dry-run").splitlines()
-        assert line == f"time: about {minutes} minutes for 3 unfinished runs"
+        assert line == f"time: about {minutes} min for 3 unfinished runs"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     (grid / "runs/tis-a0-k0-s0").mkdir()  # of a grid that was killed
     printed = ablate_stub("--algos", "tis", "kimi", "--parallel", "2", *words)
     assert "2 cells, 1 of them finished before" in printed and "| grpo |" in printed
-    assert "  time: about 0 minutes for 0 unfinished runs\n" in printed
+    assert "  time: all runs are finished\n" in printed
     assert "tis-a0-k0-s0 starts, 2 of 2\n" in printed
     algos = [made["cell"]["algo"] for made in read_records(grid / "cells.jsonl")]
     assert algos == ["grpo", "kimi", "tis"]
