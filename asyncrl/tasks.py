@@ -84,8 +84,13 @@ def _task_class(name: str) -> type:
     task_class = TASKS.get(name.partition(":")[0]) or user_code.load(name, "--task", TASKS)
     if not isinstance(task_class, type):
         raise ValueError(
-            f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems, or an "
-            "environment: a subclass of gymnasium.Env"
+            f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems, an "
+            f"environment, which is a subclass of gymnasium.Env, or for an agent --task agent:{name}"
+        )
+    missing = [name for name in ("train_problem", "eval_problems") if not hasattr(task_class, name)]
+    if missing and not hasattr(task_class, "step"):
+        raise ValueError(
+            f"--task {name} has no method {missing[0]}; give it train_problem(index) and eval_problems(count)"
         )
     if hasattr(task_class, "step"):
         raise ValueError(
@@ -162,6 +167,18 @@ class UserTask(Task):
         seed = problem.environment_seed
         what = f"the prompt of {repr(problem.prompt)[:60] if seed is None else f'seed {seed}'}"
         return self._within("env_timeout_s", what, encode_by_task)
+
+    def try_out(self) -> None:
+        """Call user code as a run will: the score of the first answer, or a step of an environment.
+
+        Raises ValueError, in one line, for its errors.
+        """
+        if hasattr(self._task, "try_step"):
+            self._within("env_timeout_s", "a step with an empty action", self._task.try_step)
+        if not (self._config.is_multi_turn or self._config.reward):
+            answer = self.train_problem(0).answer
+            score = score_of(self._config.task)
+            self._within("env_timeout_s", "the score of an answer", lambda: score(answer, answer))
 
     def _within(self, option: str, what: str, function: Callable[[], Any]) -> Any:
         """Return the result of a function within the seconds of an option. Raises ValueError after that time."""

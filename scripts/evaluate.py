@@ -1,8 +1,8 @@
 """Sample held-out problems with a model, and train nothing: `python scripts/evaluate.py MODEL --eval-samples 8`.
 
-MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, or a run, runs/NAME, of which it takes the newest checkpoint
-and the options of sampling. The engine is a run's, and gets its weights as a run's does; what follows MODEL is options
-of train_async.py. `--out FILE` keeps every response.
+MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, a run, or a checkpoint of a run. runs/NAME is its newest
+checkpoint. Of a run it takes the options of sampling, too. The engine is a run's, and gets its weights as a run's does.
+What follows MODEL is options of train_async.py. `--out FILE` keeps every response.
 """
 
 import json
@@ -62,20 +62,31 @@ def choose_options(model: str, words: list[str]) -> Config:
             f"{model}: no such folder; give a run, as runs/NAME, a folder with config.json and *.safetensors, or a "
             "Hugging Face name"
         )
-    if (Path(model) / "run.json").exists():
-        begun = read_resumed_options(Path(model))
-        # A run without workers had remote hosts.
-        begun = replace(begun, num_rollout_workers=begun.num_rollout_workers or None)
-        newest = max(Path(model).glob("checkpoints/step_*[0-9]"), key=parse_step, default=None)
-        if newest is None:
-            raise ValueError(f"{model} has no checkpoint; give a run that has saved one")
-        config = read_options(words, replace(begun, model=str(newest)))
-    else:
+    run = run_of(Path(model))
+    if run is None:
         config = read_options(["--model", model, *words])
+    else:
+        checkpoint = Path(model)
+        if run == checkpoint:
+            saved = run.glob("checkpoints/step_*[0-9]")
+            checkpoint = max(saved, key=parse_step, default=None)
+        if checkpoint is None:
+            raise ValueError(f"{model} has no checkpoint; give a run that has saved one")
+        begun = read_resumed_options(run)
+        # A run without workers had remote hosts.
+        num_workers = begun.num_rollout_workers or None
+        begun = replace(begun, model=str(checkpoint), num_rollout_workers=num_workers)
+        config = read_options(words, begun)
     sampling = {name: OPTIONS[name].value_in(config) for name in OF_EVALUATION}
     fixed = {"steps": 1, "eval_every": 1, "groups_per_step": 1, "group_size": 2, "async_ratio": 0.0}
     fixed["max_tokens_per_microbatch"] = config.max_sequence_tokens
     return Config(**sampling | fixed, save_every=None).checked()  # an evaluation needs no room
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run that a path is, or a checkpoint of which it is; None if there is no such run."""
+    folders = [path, path.parent.parent] if path.parent.name == "checkpoints" else [path]
+    return next((folder for folder in folders if (folder / "run.json").exists()), None)
 
 
 def sample(config: Config, num_samples: int) -> tuple[Evaluation, list[dict]]:
@@ -139,7 +150,8 @@ def describe(evaluation: Evaluation, num_samples: int, right_from: float = 1.0) 
         rows[f"pass@{k}"] = pass_at(k, is_right.sum(1), num_samples)
     num_failed = evaluation.failures().num_failed
     what = f"{len(rewards)} problems, {num_samples} samples each, {num_failed} failed"
-    lines = [f"{what}; ± is the standard error over problems"]
+    limit = f"right: a reward of at least {right_from:g}"
+    lines = [f"{what}; {limit}; ± is the standard error over problems"]
     for name, values in rows.items():
         lines.append(f"{name:12}{values.mean():.3f}")
         if len(values) > 1:

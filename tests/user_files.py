@@ -54,7 +54,7 @@ def ask_task(
     from asyncrl.config import Config
     from asyncrl.controller.prompts import PromptSource
     from asyncrl.engine.rewards import load_scorer
-    from asyncrl.tasks import encode, load_task, prepare_task
+    from asyncrl.tasks import UserTask, encode, load_task, prepare_task
     from asyncrl.user_code import with_absolute_paths
 
     options = {"task_args": tuple(task_args), "data_path": data_path, "reward": tuple(reward)}
@@ -62,6 +62,8 @@ def ask_task(
     config = with_absolute_paths(config)
     made = load_task(config)
     problems = [*(made.train_problem(index) for index in range(6)), *made.eval_problems(3)]
+    if isinstance(made, UserTask):
+        made.try_out()
     if config.is_multi_turn:
         prepare_task(config)().first_observation(problems[0])
         return

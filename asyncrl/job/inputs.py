@@ -9,7 +9,7 @@ from asyncrl.controller.tickets import TicketSource
 from asyncrl.engine.rewards import load_scorer
 from asyncrl.job.choices import try_choices
 from asyncrl.plugins import last_given
-from asyncrl.tasks import encode, load_task
+from asyncrl.tasks import UserTask, encode, load_task
 from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer
 from data.problem import Task
@@ -20,6 +20,8 @@ def read_task(config: Config, cluster: Cluster) -> Task:
     task = load_task(config)
     if task.summary and cluster.is_first:
         print(task.summary, flush=True)
+    if isinstance(task, UserTask):
+        task.try_out()
     if config.reward or config.task == "jsonl":
         scorer = load_scorer(config.task, config.reward)
         for problem in task.rows or [task.train_problem(0)]:

@@ -41,6 +41,7 @@ def _describe_member(
         **decode_trajectory(member, decode),
         **({"answer": readable_answer(answer)} if answer else {}),
         "turns": member.num_turns,
+        "finish_reason": member.finish_reason,
         "reward": member.reward,
         "reward_parts": member.reward_parts,
         "group_reward": float(group.rewards.mean()),

@@ -1,6 +1,7 @@
 """A task that is an environment of several turns; its problems are seeds."""
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 from asyncrl import user_code
 from asyncrl.tasks import with_arguments
 from data.environments import ENVIRONMENTS
-from data.problem import Candidate, DrawnTask, Problem, Task
+from data.problem import Candidate, DrawnTask, Problem, Task, of_split
 from extras.conversation import Conversation
+
+MAX_TRIES = 1000
+"""Seeds that are tried for a problem of a split. One of eight is held out."""
 
 
 def prepare_task(name: str, seed: int, task_args: Iterable[str] = ()) -> Callable[[], Task]:
@@ -52,9 +56,32 @@ class EnvironmentTask(DrawnTask):
             )
         return observation
 
+    def try_step(self) -> None:
+        """Make a step with an empty action. Raises ValueError, in one line, if user code does not give five values."""
+        with user_code.errors_as_value_error(self._name):
+            self._environment.reset(seed=0)
+            returned = self._environment.step("")
+        if not isinstance(returned, tuple | list) or len(returned) != 5:
+            raise ValueError(
+                f"--task {self._name}: step gives {str(returned)[:80]}; give observation, reward, terminated, "
+                "truncated, info"
+            )
+
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Token ids of the first observation. Raises ValueError for a tokenizer without a fitting chat template."""
         return self._conversation(tokenizer).first(self.first_observation(problem))
+
+    def draw(self, rng: random.Random, held_out: bool) -> Problem:
+        """Return a problem of one split. Raises ValueError if observations are too few to be split."""
+        tries = itertools.islice(self.candidates(rng), MAX_TRIES)
+        problem = next(of_split(tries, held_out, self.held_out_share), None)
+        if problem is None:
+            part = "held out" if held_out else "trained on"
+            raise ValueError(
+                f"--task {self._name}: {MAX_TRIES} seeds show no first observation that is {part}; let the seed draw "
+                "from more, or leave seed_shows out"
+            )
+        return problem
 
     def candidates(self, rng: random.Random) -> Iterator[Candidate]:
         """Seeds without end."""

@@ -83,6 +83,8 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     yield config.freshness()
     yield from _describe_disk(config, shape.num_parameters, gpus, device)
     yield from predicted
+    if not predicted:
+        yield "checked: a run on this machine has no fault that this shows"
 
 
 def _read_task(given: Config, gpus: str | None) -> Task | None:
@@ -159,7 +161,7 @@ def _place_here(config: Config) -> list[str]:
     return [
         "dry run on this machine: nothing is started",
         placement.table(),
-        "no plan of GPUs: give --gpus 8xH100",
+        "a plan of GPUs needs --gpus, as in --gpus 8xH100",
     ]
 
 
@@ -178,7 +180,7 @@ def _plan_gpus(given: Config, pool: Pool, shape: ModelShape) -> tuple[Config, li
         )
     config, placement, arithmetic = _fit(given, pool, shape, per_machine)
     tokens = config.max_tokens_per_microbatch
-    saved = f"nothing to save: fits with micro-batches of {tokens} tokens"
+    saved = f"memory suffices without --save-memory, in micro-batches of {tokens} tokens"
     if config.save_memory:
         saved = (
             f"so: --save-memory {' '.join(config.save_memory)} --max-tokens-per-microbatch {tokens}"
@@ -255,7 +257,7 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
     )
     sum_s = f"{parts} s, one after the other"
     if alpha > 0:
-        sum_s = f"({parts}) / (1 + {alpha:g}), or training or sampling + weights if that is longer, at α = {alpha:g}"
+        sum_s = f"the largest of ({parts}) / (1 + α), of training, and of sampling + weights, at α = {alpha:g}"
     yield f"step: about {now.step_s:.1f} s = {sum_s}"
     num_steps = job.config.steps
     yield (
@@ -267,7 +269,11 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
         f"memory's bandwidth, prompts of {lengths.prompt:.0f} tokens and responses of {lengths.response:.0f} on "
         "average, which follow from the limits (scripts/plan.py --lengths takes others); nothing was measured"
     )
-    if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1:
+    is_same_split = (best.split.training.gpus, best.split.colocate) == (
+        split.training.gpus,
+        split.colocate,
+    )
+    if now.step_s > WORTH_A_CHANGE * best.step_s and pool.count == 1 and not is_same_split:
         to_sample = " + ".join(f"{count} engines of {e.tp} GPUs" for _, e, count in best.engines)
         yield f"faster: --nproc-per-node {best.split.training.gpus} and {to_sample}: about {best.step_s:.1f} s"
 
@@ -289,7 +295,10 @@ def read_pool(text: str) -> Pool:
             f"--gpus {text}: give NUMBERxKIND or MACHINESxNUMBERxKIND, as in 8xH100 or 2x8xH100"
         )
     machines, gpus, kind = match.groups()
-    name = next((name for name in sheets if name == kind or name.startswith(f"{kind} ")), None)
+    kind = kind.replace(" ", "")
+    compact = {name: name.replace(" ", "") for name in sheets}
+    name = next((name for name, text in compact.items() if text == kind), None)
+    name = name or next((name for name in sheets if name.split()[0] == kind), None)
     if name is None:
         raise ValueError(
             f"--gpus {text}: {kind!r} is none of {', '.join(sheets)}{nearest(kind, sheets)}"

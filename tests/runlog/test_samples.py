@@ -43,6 +43,7 @@ def test_the_best_and_the_worst_member_of_a_group_are_kept_with_its_right_answer
     best, worst = samples_of([group])
     assert best == {
         "step": 3, "group": 4, "member": 2, "prompt": "0", "response": "0 0", "answer": "answer 14", "turns": 1,
+        "finish_reason": "stop",
         "reward": 1.0, "reward_parts": {}, "group_reward": 0.5, "oldest_version": 0,
         "newest_version": 0, "staleness": 2,
     }  # fmt: skip

@@ -57,7 +57,7 @@ def test_passes_are_counted_by_problem_and_a_failed_response_is_wrong():
     assert describe(evaluation_of([0.0, 1.0]), 2)[1:3] == ["mean reward 0.500", "pass@1      0.500"]
     evaluation = evaluation_of([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], failed=[3])
     assert describe(evaluation, 2) == [
-        "3 problems, 2 samples each, 1 failed; ± is the standard error over problems",
+        "3 problems, 2 samples each, 1 failed; right: a reward of at least 1; ± is the standard error over problems",
         "mean reward 0.250 ± 0.144",
         "pass@1      0.167 ± 0.167",
         "pass@2      0.333 ± 0.333",
@@ -78,6 +78,9 @@ def test_the_newest_checkpoint_of_a_run_is_sampled_as_the_run_samples(tmp_path):
     assert config.model == str(run / "checkpoints" / "step_10")
     assert (config.temperature, config.eval_problems, config.algo) == (0.7, 9, "grpo")
     assert config.max_response_tokens == 32000
+    older = str(run / "checkpoints" / "step_2")
+    config = choose_options(older, [])
+    assert (config.model, config.temperature, config.eval_problems) == (older, 0.7, 5)
     assert config.save_every is None  # so no room for checkpoints is asked for
 
 

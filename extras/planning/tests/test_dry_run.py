@@ -110,7 +110,9 @@ def check_step(lines):
     """The terms of a step add up to its seconds."""
     terms = r"training ([\d.]+) \+ sampling ([\d.]+) \+ weights ([\d.]+) \+ the longest response's tail ([\d.]+)"
     step = re.search(
-        rf"^step: about ([\d.]+) s = \(?{terms}(?:\) / \(1 \+ (\d)\))?", lines, re.M
+        rf"^step: about ([\d.]+) s = (?:the largest of \()?{terms}(?:\) / .* at α = (\d))?",
+        lines,
+        re.M,
     ).groups()
     step_s, training, sampling, weights, tail, alpha = map(float, (*step[:5], step[5] or 0))
     batches = 1 + alpha
@@ -127,7 +129,10 @@ def test_the_command_line_prints_the_plan_and_starts_nothing(capsys):
     text = capsys.readouterr().out
     assert text.startswith("dry run on 1 × 1 H100 SXM: nothing is started\nplacement (weights")
     assert "shared with trainer rank 0" in text and "one after the other" in text
-    assert "\nnothing to save: fits with micro-batches of 16384 tokens, weights by ipc\n" in text
+    assert (
+        "\nmemory suffices without --save-memory, in micro-batches of 16384 tokens, weights by ipc\n"
+        in text
+    )
     assert "predicted with mfu 0.4, " in text
     check_step(text)
 
@@ -275,8 +280,8 @@ def line_of_run(words, capsys):
         ("--task gsm8k --model llama", "dataset openai/gsm8k cannot be had .*no route to the hub"),
         ("--task dry_task.py:Double", "its tokenizer or chat template refuses 'What is "),
         ("--task dry_game.py:Echo", "--model tiny: there is no tiny model for --task environment:"),
-        ("--model gemma2", "--model gemma2 is a gemma2, whose log-probs in vLLM"),
-        ("--model no_config", "--model no_config: its folder has no config.json"),
+        ("--model gemma2", "--model FOLDER/gemma2 is a gemma2, whose log-probs in vLLM"),
+        ("--model no_config", "--model FOLDER/no_config: its folder has no config.json"),
         ("--model no_tokenizer", "its folder has no tokenizer"),
         ("--model no_end", "no token ends a response"),
         ("--run-name taken", "run directory runs/taken exists; give another --run-name"),
@@ -310,7 +315,7 @@ def test_without_gpus_a_dry_run_checks_and_describes_this_machine(tmp_path, caps
     lines = capsys.readouterr().out
     for line in (
         "dry run on this machine: nothing is started",
-        "no plan of GPUs: give --gpus 8xH100",
+        "a plan of GPUs needs --gpus, as in --gpus 8xH100",
         "freshness: no trained token is older than 1 step",
         "lr: 0.001, the default for",
         "disk of this machine: checkpoints: 1.98 MB each, 8.43 MB in the end, and",
