@@ -361,7 +361,7 @@ class CheckpointWriter:
     def _write_and_prune(self, state: dict[str, Tensor], leader_part: LeaderPart | None) -> None:
         started = time.monotonic()
         if self.device.type == "cuda":
-            # A thread begins on GPU 0. torch waits for a stream while it writes, and would make a context there.
+            # A thread begins on GPU 0, where the first call of torch.cuda would make a context.
             torch.cuda.set_device(self.device)
         write_checkpoint(self.path, state, leader_part, self.weights, self.group)
         with fail_together(self.group):

@@ -54,6 +54,10 @@ judge = Judge()
 
 
 class UserTask:
+    def train_problem(self, index): ...
+
+    def eval_problems(self, count): ...
+
     @staticmethod
     def score(answer, response):
         return {"right": float(response == answer), "digits": len(response) / len(answer)}

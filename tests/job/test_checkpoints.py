@@ -129,7 +129,7 @@ def test_a_run_says_at_its_start_which_tensors_its_checkpoints_will_lack(
 
 
 def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypatch):
-    """torch waits for a stream of the thread's GPU while it writes, of tensors in host memory, too."""
+    """The thread chooses its GPU first, so whatever torch does later makes no context on GPU 0."""
     calls = []
     stream = SimpleNamespace(device_type="cuda", synchronize=lambda: calls.append("synchronize"))
     checkpoints = start(save_every=1, steps=9)
@@ -144,7 +144,7 @@ def test_the_thread_that_saves_uses_no_gpu_but_that_of_its_rank(start, monkeypat
         ),
     )
     save(checkpoints, 1)
-    assert calls[0] == (False, torch.device("cuda", 1)) and set(calls[1:]) == {"synchronize"}
+    assert calls[0] == (False, torch.device("cuda", 1)) and set(calls[1:]) <= {"synchronize"}
     assert names(checkpoints) == ["step_1"]
 
 
