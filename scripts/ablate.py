@@ -1,7 +1,7 @@
 """A grid of real runs, its tables and its figure.
 
     .venv/bin/python scripts/ablate.py --algos grpo grpo:clip_high=0.4 tis --async-ratio 0 --publish-delay 0 4 --seeds 3
-    .venv/bin/python scripts/ablate.py --algos grpo --sweep 'lr=0.001|3e-4' --sweep share_prefix=tree -- --steps 40
+    .venv/bin/python scripts/ablate.py --algos tis --sweep 'lr=0.001|3e-4' --sweep 'share_prefix=off|tree' -- --steps 40
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out

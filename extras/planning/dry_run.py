@@ -84,7 +84,7 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     yield from _describe_disk(config, shape.num_parameters, gpus, device)
     yield from predicted
     if not predicted:
-        yield "checked: a run on this machine has no fault that this shows"
+        yield "checked: nothing that was checked refuses a run on this machine"
 
 
 def _read_task(given: Config, gpus: str | None) -> Task | None:
