@@ -136,6 +136,8 @@ MAY_BE_UNSET = [
     option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
 ]
 """Switches that are also neither on nor off."""
+LIST_OF_OPTIONS = " (--help lists all)"
+"""The end of an error about unknown options."""
 NEW_WORDS = {
     switch(old, is_on): switch(new, is_on)
     for old, new in RENAMED.items()
@@ -244,10 +246,13 @@ def _todays_word(word: str) -> str:
 def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     """Raise ValueError with one line in place of the box that tyro would print."""
     if isinstance(event, parse_errors.UnrecognizedArgs):
-        raise ValueError(_unknown_option_error(event.tokens[0]))
+        # The other tokens are values of unknown options.
+        options = [token for token in event.tokens if token.startswith("--") or "=" in token]
+        lines = map(_unknown_option_error, options or event.tokens[:1])
+        raise ValueError(". ".join(lines) + LIST_OF_OPTIONS)
     name = event.argument.lowered.name_or_flags[-1]
     if name.removeprefix("--") in SPLIT:
-        raise ValueError(_unknown_option_error(name))
+        raise ValueError(_unknown_option_error(name) + LIST_OF_OPTIONS)
     raise ValueError(f"{name} expected one argument")
 
 
@@ -318,7 +323,7 @@ def _read_config_file(path: str) -> dict[str, Any]:
                 if name in ALL_OPTIONS.keys() - OPTIONS.keys():
                     raise ValueError(f"{flag_of(name)} belongs on the command line")
                 if name not in OPTIONS:
-                    raise ValueError(_unknown_option_error(flag_of(name)))
+                    raise ValueError(_unknown_option_error(flag_of(name)) + LIST_OF_OPTIONS)
                 options[name] = _value_as_given(OPTIONS[name], new_value)
                 Config.from_dict({name: options[name]})
         except ValueError as error:
@@ -397,4 +402,4 @@ def _unknown_option_error(token: str) -> str:
         in_section = word.endswith(f".{other_option}") and not is_own_section
         if word == other_option or in_section:
             hint = f"; write {words}"
-    return f"{name} is no option{hint} (--help lists all)"
+    return f"{name} is no option{hint}"
