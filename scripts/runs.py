@@ -17,7 +17,7 @@ import pandas as pd
 
 from asyncrl.config import Config
 from asyncrl.controller.failures import Failures
-from asyncrl.runlog.header import read_header
+from asyncrl.runlog.header import nearest_run, read_header
 from scripts.lines import read
 
 SUMMARY = {
@@ -95,7 +95,7 @@ def load(path: str | Path) -> Run:
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
             what = "does not exist; give the directory of a run, as in runs/NAME"
-            raise ValueError(f"{path / name} {what}")
+            raise ValueError(f"{path / name} {what}{nearest_run(path)}")
     try:
         info = read_header(path)
     except json.JSONDecodeError as error:

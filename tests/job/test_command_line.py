@@ -74,8 +74,10 @@ def test_the_options_of_another_run_are_defaults_by_like(tmp_path):
     config = read_options(["--like", run, "--steps", "9"])
     assert (config.lr, config.algo_args, config.steps) == (0.5, ("clip_low=0.1",), 9)
     assert config.run_name is None, "its name is taken"
-    with pytest.raises(ValueError, match=r"^--like .*: no run is there"):
-        read_options(["--like", str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match=r"^--like .*: no run is there .*, runs/NAME$"):
+        read_options(["--like", "nowhere"])
+    with pytest.raises(ValueError, match=rf"^--like .*: no run is there .*; did you mean {run}\?$"):
+        read_options(["--like", f"{tmp_path}/oen"])
     with pytest.raises(ValueError, match="--like does not go with --resume"):
         read_options(["--like", run, "--resume", run])
 

@@ -30,6 +30,11 @@ def path(tmp_path):
     return run
 
 
+def test_a_missing_run_is_an_error_with_the_nearest_name(path):
+    with pytest.raises(ValueError, match=rf"runz/metrics.jsonl .*; did you mean {path}\?$"):
+        load(f"{path.parent}/runz")
+
+
 def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     resumed = load(RECORDED).metrics[10:]
     assert progress(resumed)["samples"].iloc[0] == 640
