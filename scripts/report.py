@@ -240,7 +240,7 @@ def arrival(run: Run) -> str:
         )
     newest = compared.groupby(["node", "worker"]).last()
     worst = newest.loc[newest["late_sigmas"].idxmax()]
-    verdict = "undecided: rounding hides the change of a version, so try --dtype float32"
+    verdict = "undecided: rounding hides the change of a version, so on a CPU try --dtype float32"
     if worst["late_sigmas"] > SURE:
         verdict = "weights arrive late, or never"
     elif newest["current_sigmas"].min() > SURE:

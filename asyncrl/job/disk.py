@@ -67,18 +67,16 @@ def check_room(config: Config, sizes: tuple[int, int], first_version: int) -> st
         is_beside = num_saved > 1 and not first_version
         beside = ", as the second is written beside the first" * is_beside
         raise ValueError(
-            f"{each}, {format_bytes(at_first)} at first{beside}, {format_bytes(at_last)} in the end, and {room}; make "
+            f"{each}, {format_bytes(at_first)} at first{beside}, {format_bytes(at_last)} at most, and {room}; make "
             "room, or change --runs-dir; "
             "--save weights saves nothing for --resume, --save-every 0 only the last step, None only when it is stopped"
         )
     if at_last > free:
         return (
-            f"warning: {each}, {format_bytes(at_last)} in the end, and {room}; the run ends when one does not fit; "
+            f"warning: {each}, {format_bytes(at_last)} at most, and {room}; the run ends when one does not fit; "
             "--keep-last N deletes older ones"
         )
-    return (
-        f"{each}, {format_bytes(at_last)} in the end, and {room}; --keep-last N deletes older ones"
-    )
+    return f"{each}, {format_bytes(at_last)} at most, and {room}; --keep-last N deletes older ones"
 
 
 def format_bytes(num_bytes: float) -> str:

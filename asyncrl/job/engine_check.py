@@ -109,7 +109,7 @@ class EngineCheck:
             return
         hint = "more steps may tell"
         if self._dtype != "float32":
-            hint += ", and --dtype float32 rounds least"
+            hint += ", and on a CPU --dtype float32 rounds least"
         print(
             f"the probe cannot tell whether weights came to worker {worker} in time or a version late: it has "
             f"{least:.1f} standard errors, of which {SURE:g} are needed; {hint}",

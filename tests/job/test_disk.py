@@ -17,29 +17,29 @@ SIZE = 8 * 10**9
         (
             {},
             128,
-            "checkpoints: 128 GB each, 128 GB in the end, and 128 GB are free in RUNS; --keep",
+            "checkpoints: 128 GB each, 128 GB at most, and 128 GB are free in RUNS; --keep",
         ),
         ({}, 127, None),
-        ({"save_every": 40}, 256, "checkpoints: 128 GB each, 256 GB in the end"),
+        ({"save_every": 40}, 256, "checkpoints: 128 GB each, 256 GB at most"),
         ({"save_every": 40}, 255, None),
-        ({"save_every": 80}, 128, "checkpoints: 128 GB each, 128 GB in the end"),
+        ({"save_every": 80}, 128, "checkpoints: 128 GB each, 128 GB at most"),
         # two whole ones, the third beside them, and 32 GB of each of five others
-        ({"save_every": 10}, 544, "checkpoints: 128 GB each, 544 GB in the end"),
-        ({"save_every": 10}, 543, "warning: checkpoints: 128 GB each, 544 GB in the end, and 543"),
+        ({"save_every": 10}, 544, "checkpoints: 128 GB each, 544 GB at most"),
+        ({"save_every": 10}, 543, "warning: checkpoints: 128 GB each, 544 GB at most, and 543"),
         ({"save_every": 10}, 255, None),
-        ({"save_every": 10, "keep_last": 1}, 256, "checkpoints: 128 GB each, 256 GB in the end"),
+        ({"save_every": 10, "keep_last": 1}, 256, "checkpoints: 128 GB each, 256 GB at most"),
         ({"save_every": 10, "keep_last": 3}, 511, "warning: checkpoints: 128 GB each, 512 GB"),
-        ({"lora_rank": 8}, 32, "checkpoints: 32 GB each, 32 GB in the end"),
+        ({"lora_rank": 8}, 32, "checkpoints: 32 GB each, 32 GB at most"),
         ({"lora_rank": 8}, 31, None),
-        ({"save": "weights"}, 32, "checkpoints: 32 GB each, 32 GB in the end"),
+        ({"save": "weights"}, 32, "checkpoints: 32 GB each, 32 GB at most"),
         # the second is written beside the first, and no version is held back in a checkpoint
         (
             {"save": "weights", "dtype": "bfloat16", "publish_delay": 4, "save_every": 10},
             128,
-            "checkpoints: 16 GB each, 128 GB in the end",
+            "checkpoints: 16 GB each, 128 GB at most",
         ),
         ({"save": "weights", "save_every": 10, "keep_last": 1}, 63, None),
-        ({"publish_delay": 4}, 256, "checkpoints: 256 GB each, 256 GB in the end"),
+        ({"publish_delay": 4}, 256, "checkpoints: 256 GB each, 256 GB at most"),
         ({"publish_delay": 4, "dtype": "bfloat16"}, 192, "checkpoints: 192 GB each"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_resumed_run_needs_room_beside_the_checkpoint_that_it_continues_from(m
         check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 0)
     assert check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10).startswith("warning")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=120 * 10**9))
-    with pytest.raises(ValueError, match="128 GB at first, 512 GB in the end, and 120 GB are free"):
+    with pytest.raises(ValueError, match="128 GB at first, 512 GB at most, and 120 GB are free"):
         check_room(config, checkpoint_bytes(config, SIZE, "cpu"), 10)
 
 

@@ -30,11 +30,11 @@ from extras.planning.shape import read_shape
 NAMED = "Qwen/Qwen3-8B-Base"
 LONG = {"max_prompt_tokens": 512, "max_response_tokens": 2048}
 DISKS = {
-    (0, 0, "all"): "131 GB each, 131 GB in the end",
-    (None, 0, "all"): "131 GB each, 131 GB in the end",
-    (20, 0, "all"): "131 GB each, 426 GB in the end",
-    (20, 1, "all"): "131 GB each, 262 GB in the end",
-    (20, 0, "weights"): "16.4 GB each, 65.5 GB in the end",
+    (0, 0, "all"): "131 GB each, 131 GB at most",
+    (None, 0, "all"): "131 GB each, 131 GB at most",
+    (20, 0, "all"): "131 GB each, 426 GB at most",
+    (20, 1, "all"): "131 GB each, 262 GB at most",
+    (20, 0, "weights"): "16.4 GB each, 65.5 GB at most",
 }
 """By save_every, keep_last and save, of 80 steps: weights of all, and the state of two and of one that is written."""
 
@@ -164,27 +164,27 @@ def test_several_machines_need_the_number_of_ranks():
             {"lr": 1e-3, "save_every": 10},
             [
                 "warning: --lr 0.001 is 1000 times 1e-06, which fits 8,190,735,360 param",
-                "checkpoints: 131 GB each, 557 GB in the end",
+                "checkpoints: 131 GB each, 557 GB at most",
             ],
         ),
         (
             {"lora_rank": 8, "runs_dir": "/new/runs"},
             [
                 "lr: 1e-05, the default for ",
-                "checkpoints: 32.8 GB each, 32.8 GB in the end, and 10 TB are free in /new/runs",
+                "checkpoints: 32.8 GB each, 32.8 GB at most, and 10 TB are free in /new/runs",
             ],
         ),
         (
             {"save": "weights"},
             [
-                "checkpoints: 16.4 GB each, 16.4 GB in the end",
+                "checkpoints: 16.4 GB each, 16.4 GB at most",
                 "host memory of a machine: 15.26 GiB = a checkpoint that is written 15.26 GiB (2 B × parameters)\n",
                 "save: about 16 s at 1 GB/s",
             ],
         ),
         pytest.param(
             {"save_every": 10, "keep_last": 1},
-            ["131 GB each, 262 GB in the end"],
+            ["131 GB each, 262 GB at most"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -318,7 +318,7 @@ def test_without_gpus_a_dry_run_checks_and_describes_this_machine(tmp_path, caps
         "a plan of GPUs needs --gpus, as in --gpus 8xH100",
         "freshness: no trained token is older than 1 step",
         "lr: 0.001, the default for",
-        "disk of this machine: checkpoints: 1.98 MB each, 8.43 MB in the end, and",
+        "disk of this machine: checkpoints: 1.98 MB each, 8.43 MB at most, and",
     ):
         assert f"\n{line}" in f"\n{lines}", lines
     assert "not checked" not in lines
