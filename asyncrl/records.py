@@ -12,9 +12,10 @@ call in time, and at a semicolon other work is between:
 3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
    `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
 4. Trainer (asyncrl/job/node.py, asyncrl/trainer/): `Leader.take_batch` → `Controller.wait_for_batch` →
-   `SampleBuffer.find_batch`; `consume`; `share_batch` → `sequences_by_minibatch` → `estimate_advantages`;
-   `distribute`; `Policy.train_step` → `pack_to_train` → `pack`; for each update `_make_update` → `_per_token_loss` →
-   the loss, times `token_weights`; `backward`; `_step`, which clips the gradient and calls the optimizer.
+   `hold_batch` → `SampleBuffer.find_batch`; `consume_batch`; `share_batch` → `sequences_by_minibatch` →
+   `estimate_advantages`; `distribute`; `Policy.train_step` → `pack_to_train` → `pack`; for each update `_make_update` →
+   `_per_token_loss` → the loss, times `token_weights`; `backward`; `_step`, which clips the gradient and calls the
+   optimizer.
 
 asyncrl/controller/controller.py has the death of a worker, and cancellation.
 """

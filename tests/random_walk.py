@@ -230,6 +230,8 @@ class Walk:
                 yield ("connect", -1), self._connect
             case "waiting" if not self.is_in_vain:
                 yield ("take", -1), self.take
+            case "holding":
+                yield ("consume", -1), lambda: self._train_on(self.controller.consume_batch())
             case "training":
                 yield ("train", -1), self._end_step
             case "publishing":
@@ -312,7 +314,7 @@ class Walk:
     def take(self):
         """The trainer asks for a batch; whether it got one. One must be able to come."""
         self.oracle.expect_batch()
-        batch = self._take_batch()
+        batch = [self.controller.buffer.group(i) for i in self.controller.hold_batch()]
         if not batch:
             assert self.controller.ended_by is None and self._can_get_batch(), (
                 f"no batch can come: {self.controller.dispatcher.describe()}"
@@ -320,7 +322,7 @@ class Walk:
             self.oracle.check_batch([])
             return False
         self.oracle.hold(batch)
-        self._on_batch(batch)
+        self.trainer = "holding"
         self.oracle.check_ledger(self.controller.buffer.balance())
         self._take_evaluations()
         return True
@@ -337,14 +339,6 @@ class Walk:
         running = [ticket for worker in active for ticket in worker.tickets.values()]
         tickets = [*self.controller.dispatcher.queue, *running]
         return bool(active) and any(not ticket.is_evaluation for ticket in tickets)
-
-    def _take_batch(self):
-        """The groups of the next batch, if it is there."""
-        batch = self.controller.prepare_batch()
-        return batch and self.controller.consume_batch(batch)
-
-    def _on_batch(self, batch):
-        self._train_on(batch)
 
     def _take_evaluations(self):
         self.oracle.evaluations += self.controller.ended_evaluations

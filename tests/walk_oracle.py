@@ -404,7 +404,7 @@ class Oracle:
         is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
         # What the trainer is to get is consumed before engines fall asleep, which may take many events.
         is_held = self.expected_batch or any(group.state == "held" for group in resident)
-        oldest_allowed = self.num_consumed_batches + bool(self.expected_batch) - self.bound
+        oldest_allowed = self.num_consumed_batches + bool(is_held) - self.bound
         has_no_weights = self.announced < 0 or self.is_resuming
         assert is_full or is_held or has_no_weights or self.config.scheduling == "batch", (
             "a place is free, and no group is issued"

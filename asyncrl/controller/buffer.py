@@ -84,6 +84,8 @@ class SampleBuffer:
         self._num_batches_at_announcement = 0
         """Batches that were consumed before the last announcement was made. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
+        self.held: list[int] = []
+        """Groups of a batch that was found and waits for other nodes. They are resident until they are consumed."""
         self._fate_of_later_members: dict[int, DropReason] = {}
         """Reason with which later members are dropped, by group. It is the reason of the group's drop, or `surplus` for
         a finished group with extra_members. Such a group can still be resident. Entries stay, because a member can
@@ -124,11 +126,11 @@ class SampleBuffer:
         It is 0 while groups that start now would be too old for every later batch.
         """
         # A group may start while at most ⌈α⌉ consumed batches, plus the allowed suspensions, are unannounced. There are
-        # more while an evaluation defers weights. From version K on, K cancels in this comparison.
-        if (
-            self._is_bounded
-            and self.admission_version + self.node_config.max_staleness < self.num_consumed_batches
-        ):
+        # more while an evaluation defers weights. From version K on, K cancels in this comparison. A new group is in
+        # no batch before the one after the held batch.
+        next_version = self.num_consumed_batches + bool(self.held)
+        last_version = self.admission_version + self.node_config.max_staleness
+        if self._is_bounded and last_version < next_version:
             return 0
         num_unannounced = self.num_consumed_batches - self._num_batches_at_announcement
         num_consumed = self.node_config.groups_per_step * num_unannounced
@@ -241,6 +243,7 @@ class SampleBuffer:
     def consume(self, group_ids: list[int]) -> list[Group]:
         """Take out and return the groups of a batch. They keep their places until `free_consumed_places`."""
         groups = [self.group(group_id) for group_id in group_ids]
+        self.held = []
         self.num_consumed_batches += 1
         for group in groups:
             del self.residents[group.group_id]

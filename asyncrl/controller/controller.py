@@ -223,11 +223,11 @@ class Controller:
         self.dispatcher.report_idle(reason_if_full)
 
     # Batches: `wait_for_batch` → `wait_on_clock`, which chooses the state of the clock → `wait_until`, which calls
-    # `prepare_batch` after every change until there is a batch. `consume_batch` follows when all nodes have theirs.
+    # `hold_batch` after every change until there is a batch. `consume_batch` follows when all nodes have theirs.
 
     def wait_for_batch(self) -> list[int]:
-        """Wait for the next batch and return the ids of its groups. Raises as `wait_on_clock`."""
-        return self.wait_on_clock(self.prepare_batch)
+        """Wait for the next batch and hold it. Return the ids of its groups. Raises as `wait_on_clock`."""
+        return self.wait_on_clock(self.hold_batch)
 
     def wait_on_clock(self, done: Callable[[], Any]) -> Any:
         """Wait for the result of `done()` as for a batch, and return it. The clock counts the time as a wait.
@@ -252,23 +252,26 @@ class Controller:
 
         return self.wait_until(try_now, kind)
 
-    def prepare_batch(self) -> list[int] | None:
-        """Drop groups that the next batch need not wait for. Return its groups' ids, or None if it must be waited for.
+    def hold_batch(self) -> list[int]:
+        """Hold the next batch, unless one is held. Return the ids of its groups; empty if it must be waited for.
 
-        The batch stays valid until it is consumed.
+        Groups that the batch need not wait for are dropped. Until it is consumed, groups start only if they are fresh
+        enough for the batch after it.
         """
         with self.lock:
-            self.dispatcher.drop_surplus()
-            return self.buffer.find_batch()
+            if not self.buffer.held:
+                self.dispatcher.drop_surplus()
+                self.buffer.held = self.buffer.find_batch() or []
+            return self.buffer.held
 
-    def consume_batch(self, group_ids: list[int]) -> list[Group]:
-        """Consume a batch and return its groups, for training.
+    def consume_batch(self) -> list[Group]:
+        """Consume the batch that is held and return its groups, for training.
 
         Stop sampling if a full batch suspends it, and make engines free their memory if the trainer needs it for its
         step. `Announcements` wakes suspended and sleeping workers.
         """
         with self.lock:
-            groups = self.buffer.consume(group_ids)
+            groups = self.buffer.consume(self.buffer.held)
             self.dispatcher.drop_expired()
             # no update may interrupt an evaluation, so it could not continue
             if self.config.suspends_between_steps and self.evaluation is None:

@@ -176,8 +176,8 @@ class Leader(Rank):
         """
         self.clock.enter("wait")
         with self.wait_together():
-            group_ids = self.controller.wait_for_batch()
-        groups = self.controller.consume_batch(group_ids)
+            self.controller.wait_for_batch()
+        groups = self.controller.consume_batch()
         publisher.check_engines(step)
         self.on_batch(step, groups)
         return groups

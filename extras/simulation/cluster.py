@@ -197,9 +197,8 @@ class Simulation:
         if not self._is_waiting or self._is_over:
             return
         with self.workers.timed():
-            group_ids = self.controller.prepare_batch()
-            groups = [] if group_ids is None else self.controller.consume_batch(group_ids)
-        if group_ids is None:
+            groups = self.controller.consume_batch() if self.controller.hold_batch() else []
+        if not groups:
             return
         self._is_waiting = False
         step = self._step(groups)

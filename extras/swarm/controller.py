@@ -7,7 +7,7 @@ from torch import Tensor
 
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.workers import Worker
-from asyncrl.records import Group, Trajectory
+from asyncrl.records import Trajectory
 from asyncrl.runlog.metrics import Measured
 from asyncrl.weights.transport import Announcement, Staged, Transport
 from extras.swarm.leases import LeasingDispatcher
@@ -118,19 +118,13 @@ class SwarmController(Controller):
 
     # Batches
 
-    def hold_batch(self) -> bool:
+    def wait_for_batch(self) -> list[int]:
         """Wait for the next batch and hold it, unless one is held. It is then consumed or refused.
 
-        Return whether there is one: not if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
+        Return the ids of its groups; empty if the run is asked to stop and has no worker. Raises as `wait_on_clock`.
         """
-        self.wait_on_clock(lambda: self.hold_batch_if_ready() or self._is_left_alone())
-        return bool(self.buffer.held)
-
-    def hold_batch_if_ready(self) -> list[int]:
-        """Hold the next batch, and return the ids of its groups; empty while the batch must be waited for."""
-        with self.lock:
-            self.buffer.held = self.buffer.held or self.prepare_batch() or []
-            return self.buffer.held
+        self.wait_on_clock(lambda: self.hold_batch() or self._is_left_alone())
+        return self.buffer.held
 
     def refuse_batch(self, workers: Collection[int]) -> bool:
         """Drop all groups of workers that are not believed. Return whether the held batch has one of them.
@@ -144,12 +138,6 @@ class SwarmController(Controller):
             self.dispatcher.shut_out(workers)
             self.admit_and_send()
             return is_refused
-
-    def consume_held_batch(self) -> list[Group]:
-        """Consume the batch that is held: it is trained on now. Return its groups."""
-        with self.lock:
-            group_ids, self.buffer.held = self.buffer.held, []
-            return self.consume_batch(group_ids)
 
     def has_evaluated(self) -> bool:
         """Return whether no evaluation runs, or it cannot end: the run must stop and has no worker."""

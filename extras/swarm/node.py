@@ -51,14 +51,14 @@ class SwarmRank:
             has_batch = True
             with self.wait_together():
                 if self.cluster.is_leader:
-                    has_batch = self.controller.hold_batch()
+                    has_batch = bool(self.controller.wait_for_batch())
             if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
             publisher.check_engines(step)
             is_believed = self._believes(publisher.policy, step - 1)
         if not self.cluster.is_leader:
             return None
-        groups = self.controller.consume_held_batch()
+        groups = self.controller.consume_batch()
         self.on_batch(step, groups)
         self._count_workers()
         return groups

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.config import Config
 from asyncrl.controller.buffer import SampleBuffer
 from asyncrl.controller.workers import Worker, WorkerDied, Workers
 from asyncrl.messages import LoadWeights, Probed, WeightsLoaded, decoded_lengths
@@ -188,21 +187,12 @@ class SwarmWorkers(Workers):
 
 
 class SwarmBuffer(SampleBuffer):
-    """A buffer that can hold a batch until its hosts are believed. Hosts can be some versions behind."""
-
-    def __init__(self, node_config: Config):
-        super().__init__(node_config)
-        self.held: list[int] = []
-        """Groups of the held batch. They stay resident, and no group is admitted until they are consumed."""
+    """A buffer that allows hosts to be some versions behind."""
 
     @property
     def admission_version(self) -> int:
         """Oldest version that can start a new group."""
         return max(0, super().admission_version - self.node_config.swarm.refresh_lag)
-
-    def num_free_places(self) -> int:
-        """Return the number of groups that can be admitted now; see SampleBuffer."""
-        return 0 if self.held else super().num_free_places()
 
     def holding_back(self) -> set[int]:
         """Return running groups that the next batch waits for, or that would make later groups expire."""

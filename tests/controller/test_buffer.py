@@ -58,6 +58,20 @@ def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():
         buffer.find_batch()
 
 
+def test_no_group_starts_too_old_while_a_batch_waits_for_other_nodes():
+    buffer = make_buffer(3, groups_per_step=2, async_ratio=0.0, extra_groups=1)
+    for group_id in (0, 1):
+        finish(buffer, group_id)
+    (surplus,) = buffer.surplus()
+    buffer.drop(surplus, "surplus")
+    assert buffer.num_free_places() == 1
+    buffer.held = buffer.find_batch()
+    assert buffer.num_free_places() == 0, "it would be of version 0 at version 1"
+    buffer.consume(buffer.held)
+    buffer.free_consumed_places(1)
+    assert buffer.num_free_places() == 3
+
+
 @pytest.mark.parametrize("stale_policy", ["wait", "drop", "gate"])
 def test_the_oldest_finished_groups_come_first(stale_policy):
     """As AReaL has it; those that finish first are often short."""

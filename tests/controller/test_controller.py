@@ -155,8 +155,8 @@ def test_a_problem_that_cannot_be_made_ends_the_run_where_it_can_be_saved_and_is
     monkeypatch.setattr(run.oracle, "check", lambda: None)  # to it each free place is taken
     monkeypatch.setattr(tickets, "put_back", functools.partial(TicketSource.put_back, tickets))
     run.begin()
-    batch = run.controller.wait_until(run.controller.prepare_batch, "groups")
-    trained = [group.problem for group in run.controller.consume_batch(batch)]
+    run.controller.wait_until(run.controller.hold_batch, "groups")
+    trained = [group.problem for group in run.controller.consume_batch()]
     with pytest.raises(RolloutEnded, match="problem 3 is too long"):
         run.controller.wait_for_batch()
     state, _ = run.controller.snapshot()

@@ -65,15 +65,16 @@ class Run:
     def step(self):
         """Take a batch and publish the next version. The ledger balances, and nothing is trained on twice."""
         with self.controller.lock:
-            groups = self.controller.consume_batch(self.controller.wait_for_batch())
+            self.controller.wait_for_batch()
+            groups = self.controller.consume_batch()
         return self._train(groups)
 
     def step_if_ready(self):
         """The same, unless that would have to wait."""
         self.controller.take_metrics()  # raises what ended the swarm's thread
-        batch = self.controller.prepare_batch()
+        batch = self.controller.hold_batch()
         if batch is not None:
-            self._train(self.controller.consume_batch(batch))
+            self._train(self.controller.consume_batch())
 
     def _train(self, groups):
         trained = [(t.ticket_id, t.member) for group in groups for t in group.trajectories]

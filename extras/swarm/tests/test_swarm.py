@@ -103,7 +103,7 @@ def test_a_run_that_is_asked_to_stop_and_has_no_worker_waits_for_nothing(tmp_pat
         wait_until(run.left)
         run.controller.is_asked_to_stop = True
         began = time.monotonic()
-        assert run.controller.hold_batch() is False
+        assert run.controller.wait_for_batch() == []
         state, _ = run.controller.snapshot()
         run.controller.finish_evaluations()
         assert time.monotonic() - began < 8.0

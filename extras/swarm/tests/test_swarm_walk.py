@@ -68,7 +68,7 @@ class SwarmWalk(Walk):
     }
     workers_class = WalkSwarmWorkers
     fewest_workers = 0
-    can_snapshot = ("waiting", "verifying", "finishing")
+    can_snapshot = ("waiting", "holding", "finishing")
 
     def _prepare(self):
         self.joins_left = self.rng.randint(0, 4)
@@ -84,8 +84,7 @@ class SwarmWalk(Walk):
 
     def _events_of_trainer(self):
         yield from super()._events_of_trainer()
-        if self.trainer == "verifying":
-            yield ("consume", -1), self._consume
+        if self.trainer == "holding":
             num_joined = self.controller.workers.num_joined if self.refusals_left else 0
             for worker in range(self.num_workers, self.num_workers + num_joined):
                 yield ("refuse", worker), lambda worker=worker: self._refuse(worker)
@@ -126,24 +125,14 @@ class SwarmWalk(Walk):
             message = replace(message, activity=None)  # as the run does with what hosts send
         super()._on_message(worker, message)
 
-    def _take_batch(self):
-        group_ids = self.controller.hold_batch_if_ready()
-        return [self.controller.buffer.group(group_id) for group_id in group_ids]
-
-    def _on_batch(self, batch):
-        self.trainer = "verifying"
-
     def _refuse(self, worker):
         """What a worker of a host, which may have left, has sent is found to be false."""
         self.refusals_left -= 1
         is_refused = self.oracle.refuse(worker)
         assert self.controller.refuse_batch([worker]) is is_refused
         self.oracle.shut_out(worker)
-        self.trainer = "waiting" if is_refused else "verifying"
+        self.trainer = "waiting" if is_refused else "holding"
         self.oracle.check_ledger(self.controller.buffer.balance())
-
-    def _consume(self):
-        self._train_on(self.controller.consume_held_batch())
 
     def _stage_elsewhere(self, version):
         self.controller.pulled.stage(version, [])
