@@ -100,6 +100,8 @@ class LeadingPublisher(Publisher):
         self._held_back = collections.deque(self._read_held_back(specs))
         """Copies of weights, from the announced version to the trainer's, oldest first. It is empty without
         publish_delay, and after the last step."""
+        self._evaluated_version = -1
+        """With publish_delay a version can be announced several times. Its evaluations would be equal."""
 
     def stage_and_announce(self, trainer_version: int, lazy_weights: Weights) -> None:
         """Copy the weights to announce into the transport when it has room, and announce them to the workers."""
@@ -109,6 +111,8 @@ class LeadingPublisher(Publisher):
         # being overwritten.
         asked_before = controller.take_back_deferred()
         evaluates = asked_before or self._evaluates(trainer_version, version)
+        if evaluates:
+            self._evaluated_version = version
         try:
             staged = controller.stage(version, weights)
         except RolloutEnded:
@@ -145,7 +149,8 @@ class LeadingPublisher(Publisher):
     def _evaluates(self, trainer_version: int, version: int) -> bool:
         """Return whether the announced version samples the held-out problems."""
         every = self.config.eval_every
-        evaluates = every > 0 and self.config.is_due(trainer_version, every)
+        is_due = every > 0 and self.config.is_due(trainer_version, every)
+        evaluates = is_due and version != self._evaluated_version
         if trainer_version and trainer_version == self.rank.first_version:
             # A resumed run publishes again. The checkpoint knows if an evaluation has begun, and if it has ended. If
             # rollout had ended before the version was announced, its evaluation has not begun.

@@ -257,6 +257,8 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
         "Level: It was not measured. Final: A verdict needs 3 seeds.\n"
         "against.md: is a loss better than tis at the same lag? "
         "Level: It was not measured. Final: A verdict needs 3 seeds.\n"
+        "Not finite, and so in no difference: `grpo` at `async_ratio` 0, `publish_delay` 4 (1 of 2 seeds). "
+        "The means are of the seeds that survived.\n"
     )
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
