@@ -115,8 +115,12 @@ class RolloutWorker:
         if isinstance(message, ReportProgress):
             # At once: an update before it may wait for responses to end, and the trainer waits for the answer.
             self.start(self._report_in_flight())
-        else:
-            self._inbox.put_nowait(message)
+            return
+        if isinstance(message, Abort):
+            # At once, too: an update before it may wait for these very responses. It also keeps its place, because
+            # tickets before it may not have started.
+            self.start(self._abort(message.ticket_ids))
+        self._inbox.put_nowait(message)
 
     async def _act_on_messages(self) -> None:
         while True:

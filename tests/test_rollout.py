@@ -21,6 +21,7 @@ from asyncrl.config import Config
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import worker_environment
 from asyncrl.messages import (
+    Abort,
     Finished,
     InFlight,
     LoadWeights,
@@ -228,6 +229,29 @@ def test_a_worker_ends_with_its_engine_or_when_it_is_told_to_whatever_it_waits_f
     with end:
         asyncio.run(asyncio.wait_for(serve(engine, pipe, config), 20))
     assert said_in(pipe) == answers and engine.is_shut_down
+
+
+def test_an_update_that_waits_for_responses_does_not_wait_for_one_that_is_aborted():
+    config = Config(
+        task=TASK, on_update="wait", max_prompt_tokens=64, max_response_tokens=16_000, timeout_s=90
+    )
+    pipe, ticket = QueuePipe(), next(make_tickets(1, -1))
+    info = {"trainer_version": 0, "evaluate": False}
+
+    def choose(prompt, num_sampled):
+        if not num_sampled:
+            for message in (LoadWeights(1, [info | {"version": 1}], ()), Abort([0]), Stop()):
+                pipe.inbox.put(message)
+        return 0
+
+    engine = SamplingEngine(choose, eos=1)
+    pipe.inbox.put(LoadWeights(0, [info | {"version": 0}], ()))
+    pipe.inbox.put(Tickets([ticket]))
+    asyncio.run(asyncio.wait_for(serve(engine, pipe, config), 20))
+    messages = [pipe.outbox.get() for _ in range(pipe.outbox.qsize())]
+    (finished,) = (message for message in messages if isinstance(message, Finished))
+    assert finished.trajectories[0].finish_reason == "aborted"
+    assert len(engine.requests[0].rows) < 16_000
 
 
 def said_in(pipe):

@@ -67,9 +67,9 @@ class Episode:
 
     def abort(self) -> None:
         """End the trajectory now. While it samples, the engine's abort of `request_ids` does that."""
-        self.is_aborted = True
-        if not self.request_ids and self._task is not None:
+        if not self.is_aborted and not self.request_ids and self._task is not None:
             self._task.cancel()
+        self.is_aborted = True
 
     async def run(self, worker: int) -> Trajectory:
         """Run to the end, also to a failure, and return the trajectory."""
