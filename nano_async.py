@@ -113,6 +113,7 @@ def train(options: Options, loss, rollout: "Rollout | None", log):
         batch = received[0]
         add_gradients(model, loss, batch, step - 1, options.microbatch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).full_tensor()
+        require(norm.isfinite(), "the gradient is not finite")  # before it spoils the weights
         optimizer.step()
         optimizer.zero_grad()
         weights = gather_weights(model)
@@ -148,7 +149,7 @@ class Rollout:
         except (EOFError, OSError):
             self.arrived.put("a rollout worker was killed")
 
-    def send(self, groups: range, size: int, weights: list | None = None):
+    def send(self, groups: range, size: int, weights=None):
         """Start groups of this size on the workers in turn, after the weights if there are new ones."""
         for index, pipe in enumerate(self.pipes):
             with suppress(OSError):  # a worker has ended, and `wait_for` says why
@@ -181,7 +182,7 @@ class Rollout:
         batch = self.wait_for(groups, self.options.group_size)
         staleness = version - min(min(sample.versions) for sample in batch)
         bound = math.ceil(self.options.async_ratio) + self.options.publish_delay
-        assert staleness <= bound, staleness
+        require(staleness <= bound, f"a token is {staleness} steps old, and the bound is {bound}")
         return batch
 
     def evaluate(self) -> dict[str, float]:
@@ -264,7 +265,6 @@ def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
         "reward/mean": sum(sample.reward for sample in batch) / len(batch),
         "staleness/mean": sum(lags) / len(lags),  # of tokens; train_async.py: of responses
         "staleness/max": max(lags),
-        "response/tokens": len(lags) / len(batch),
     } | metrics
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
     print(json.dumps(metrics), file=log, flush=True)
@@ -347,8 +347,10 @@ def check(options: Options):
     """End the run if an option has a wrong value."""
     for name, value in vars(options).items():
         least = 0 if name in ("async_ratio", "publish_delay", "lr", "seed") else 1
-        is_right = not isinstance(value, int | float) or least <= value < math.inf
-        require(is_right, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        least += name == "group_size"  # an advantage compares responses
+        if isinstance(value, int | float):
+            message = f"--{name.replace('_', '-')} must be at least {least}, got {value}"
+            require(least <= value < math.inf, message)
     fits = options.model == Options.model or options.lr != Options.lr
     require(fits, f"--lr {options.lr} is for the tiny model; choose one for {options.model}")
     num_samples = options.groups_per_step * options.group_size

@@ -197,7 +197,8 @@ MISTAKES = {
     "--async-ratio -1": "--async-ratio must be at least 0, got -1.0",
     "--alpha -2": "--async-ratio must be at least 0, got -2.0",
     "--async-ratio nan": "--async-ratio must be at least 0, got nan",
-    "--group-size 0": "--group-size must be at least 1, got 0",
+    "--group-size 1": "--group-size must be at least 2, got 1",
+    "--steps 0": "--steps must be at least 1, got 0",
     "--model data/tiny/sums": "--lr 0.001 is for the tiny model; choose one for data/tiny/sums",
     "--model tests --lr 1": ".*tests.*",
 }
