@@ -28,7 +28,7 @@ def loss(
     clip_high: NonNegative = 0.1,
     unified_mask: bool = False,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:

@@ -39,7 +39,7 @@ def loss(
     weight_floor: Share = 0.8,
     cap: Cap = 20.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
 
     `delta` and `budget` are probabilities.
     """

@@ -31,7 +31,7 @@ def loss(
     behavior_weight_cap: Cap = 5.0,
     action: Literal["mask", "truncate"] = "mask",
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+    """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """

@@ -50,7 +50,7 @@ def loss(
     sides: Literal["away", "both"] = "away",
     squared: NonNegative = 0.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
 
     `delta_low` and `delta_high` are a probability with "tv" and nats with "kl" and "kl_max".
     """

@@ -22,7 +22,7 @@ from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, delta: Divisor = 12.5) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient).
+    """Return the per-token loss [N], and the detached stats [N]: weight (of −A·∇log π in the gradient).
 
     `delta` is a probability.
     """
@@ -30,6 +30,5 @@ def loss(inputs: LossInputs, *, delta: Divisor = 12.5) -> LossOutput:
     ratio = importance_ratio(inputs.log_ratio)
     moved = behavior * (ratio - 1)
     pull = advantages.abs() * moved * (ratio - 1) / (2 * delta)
-    held = ratio.detach()
-    weight = held * (1 - advantages.sign() * moved.detach() / delta)
-    return pull - advantages * ratio, {"ratio": held, "weight": weight}
+    weight = ratio.detach() * (1 - advantages.sign() * moved.detach() / delta)
+    return pull - advantages * ratio, {"weight": weight}

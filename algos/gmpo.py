@@ -28,7 +28,7 @@ from algos.ratio import importance_ratio, is_past, sequence_mean
 def loss(
     inputs: LossInputs, *, log_clip_low: Positive = 0.4, log_clip_high: Positive = 0.4
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (gradient cut to 0).
 
     `log_clip_low` and `log_clip_high` are in nats; weight is g, and 0 where a token is clipped.
     """
@@ -38,7 +38,6 @@ def loss(
     log_clipped = torch.where(clipped, detached.clamp(-log_clip_low, log_clip_high), log_ratio)
     mean_ratio = importance_ratio(sequence_mean(log_clipped, inputs.sequence_ids))
     return -mean_ratio * inputs.advantages, {
-        "ratio": importance_ratio(detached),
         "weight": torch.where(clipped, 0.0, mean_ratio.detach()),
         "clipped": clipped.to(detached.dtype),
     }

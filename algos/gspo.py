@@ -22,8 +22,8 @@ from algos.ratio import clipped_objective, importance_ratio, sequence_mean
 def loss(
     inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), clipped (gradient cut)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight (the ratio), clipped (gradient cut to 0)."""
     log_ratio = inputs.log_ratio
     ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
-    return -objective, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
+    return -objective, {"weight": ratio.detach(), "clipped": clipped.to(ratio.dtype)}

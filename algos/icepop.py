@@ -35,7 +35,7 @@ def loss(
     level: Literal["token", "sequence"] = "token",
     weighs: bool = True,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+    """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0.
     """

@@ -13,11 +13,10 @@ and does not correct it. A token with A = 0 still has the gradient tau·(log π 
 """
 
 from algos.inputs import LossInputs, LossOutput, Positive
-from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, tau: Positive = 0.1) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio."""
+    """Return the per-token loss [N], and no stats."""
     log_ratio = inputs.log_ratio
     per_token_loss = -inputs.advantages * inputs.logprobs + tau / 2 * log_ratio**2
-    return per_token_loss, {"ratio": importance_ratio(log_ratio.detach())}
+    return per_token_loss, {}

@@ -29,12 +29,12 @@ from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, clipped (1 where a token is left out)."""
+    """Return the per-token loss [N], and the detached stats [N]: clipped (1 where a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))
     ratio = importance_ratio(inputs.log_ratio)
     per_token_loss = torch.where(left_out, 0.0, -ratio * inputs.advantages)
-    return per_token_loss, {"ratio": ratio.detach(), "clipped": left_out.to(ratio.dtype)}
+    return per_token_loss, {"clipped": left_out.to(ratio.dtype)}
 
 
 def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:

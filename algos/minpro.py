@@ -27,7 +27,7 @@ from algos.ratio import MAX_LOG_RATIO, importance_ratio, places
 
 
 def loss(inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.28) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the token's), weight, clipped."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped."""
     log_ratio = inputs.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     product = importance_ratio(log_ratio + _least_before(log_ratio, inputs.sequence_ids))
     weight = product.clamp(1 - clip_low, 1 + clip_high)

@@ -39,7 +39,7 @@ def loss(
     level: Literal["token", "sequence", "geometric"] = "token",
     cap: Cap | None = None,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (left out, or capped)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (left out, or capped)."""
     log_ratio = inputs.log_ratio.detach()
     ratio = judged = weight = importance_ratio(log_ratio)
     if level == "sequence":

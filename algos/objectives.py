@@ -12,13 +12,13 @@ from algos.ratio import clipped_objective, importance_ratio
 def weighted_policy_gradient(
     inputs: LossInputs, weight: Tensor, ratio: Tensor, clipped: Tensor | None = None
 ) -> LossOutput:
-    """Return −weight·A·log π(t), [N], and the stats [N]: ratio, weight, clipped.
+    """Return −weight·A·log π(t), [N], and the stats [N]: weight, clipped.
 
     `weight` and `ratio` [N] carry no gradient. `clipped` [N] bool is by default where the weight is not the ratio.
     """
     if clipped is None:
         clipped = weight != ratio
-    stats = {"ratio": ratio, "weight": weight, "clipped": clipped.to(ratio.dtype)}
+    stats = {"weight": weight, "clipped": clipped.to(ratio.dtype)}
     return -weight * inputs.advantages * inputs.logprobs, stats
 
 
@@ -35,7 +35,7 @@ def weighted_proximal_clip(
 
     `clips` are clip_low, clip_high and dual_clip of `clipped_objective`. `stale` [N] is the ratio of staleness, without
     gradient. If low ≤ stale ≤ high, w is `stale`, or 1 unless it `weighs`. Beyond, w is 0 with "mask" and `high` with
-    "truncate". The stats are ratio, proximal_ratio (u), weight (w) and clipped. A token is clipped if the clip cuts its
+    "truncate". The stats are proximal_ratio (u), weight (w) and clipped. A token is clipped if the clip cuts its
     gradient to 0, or if `stale` is outside.
     """
     outside = (stale < low) | (stale > high)
@@ -45,7 +45,6 @@ def weighted_proximal_clip(
     moved = importance_ratio(inputs.logprobs - inputs.proximal_logprobs)
     objective, clipped = clipped_objective(moved, inputs.advantages, *clips)
     return -weight * objective, {
-        "ratio": importance_ratio(inputs.log_ratio.detach()),
         "proximal_ratio": moved.detach(),
         "weight": weight,
         "clipped": (clipped | outside).to(moved.dtype),

@@ -38,7 +38,7 @@ def loss(
     clip_high: NonNegative = 0.2,
     delta: Positive = 0.5,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (gradient cut to 0).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (gradient cut to 0).
 
     `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
     """
@@ -49,7 +49,6 @@ def loss(
     ratio = importance_ratio(log_ratio)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)
     return torch.where(left_out, 0.0, -objective), {
-        "ratio": ratio.detach(),
         "weight": torch.where(left_out, 0.0, ratio.detach()),
         "clipped": (clipped | left_out).to(ratio.dtype),
     }

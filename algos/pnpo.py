@@ -30,7 +30,7 @@ from algos.ratio import importance_ratio, places, prefix_sum, sequence_sum
 
 
 def loss(inputs: LossInputs, *, log_low: Positive = 0.2, log_high: Positive = 0.2) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the token's), weight, clipped (left out).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (left out).
 
     `log_low` and `log_high` are in nats.
     """

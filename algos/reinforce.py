@@ -11,12 +11,8 @@ Differs from the paper: the advantage has the baseline (algos/advantages.py). To
 """
 
 from algos.inputs import LossInputs, LossOutput
-from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio."""
-    per_token_loss = -inputs.advantages * inputs.logprobs
-    # The ratio is reported, to show how far off-policy the data were; it takes no part in the loss.
-    ratio = importance_ratio(inputs.log_ratio.detach())
-    return per_token_loss, {"ratio": ratio}
+    """Return the per-token loss [N], and no stats."""
+    return -inputs.advantages * inputs.logprobs, {}

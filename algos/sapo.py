@@ -27,11 +27,11 @@ from algos.ratio import importance_ratio
 def loss(
     inputs: LossInputs, *, tau_positive: Divisor = 1.0, tau_negative: Divisor = 1.05
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight (of −A·∇log π in the gradient)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight (of −A·∇log π in the gradient)."""
     advantages = inputs.advantages
     tau = torch.where(advantages > 0, tau_positive, torch.full_like(advantages, tau_negative))
     ratio = importance_ratio(inputs.log_ratio)
     gate = torch.sigmoid(tau * (ratio - 1))
     opened = gate.detach()
     weight = 4 * opened * (1 - opened) * ratio.detach()
-    return -4 / tau * gate * advantages, {"ratio": ratio.detach(), "weight": weight}
+    return -4 / tau * gate * advantages, {"weight": weight}

@@ -26,7 +26,7 @@ from algos.ratio import importance_ratio, sequence_sum
 
 
 def loss(inputs: LossInputs, *, cap: Cap | None = None) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's), weight, clipped by the cap."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped by the cap."""
     ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
     weight = ratio if cap is None else ratio.clamp(max=cap)
     return weighted_policy_gradient(inputs, weight, ratio)

@@ -17,6 +17,6 @@ from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where weight ≠ ratio)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
     ratio = importance_ratio(inputs.log_ratio.detach())
     return weighted_policy_gradient(inputs, ratio.clamp(clip_low, clip_high), ratio)

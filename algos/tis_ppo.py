@@ -36,7 +36,7 @@ def loss(
     cap: Cap = 2.0,
     level: Literal["token", "sequence"] = "token",
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, proximal_ratio (u), weight (w), clipped.
+    """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
     `clipped` is 1 where the clip cuts the gradient to 0, or the cap makes it smaller.
     """

@@ -30,7 +30,7 @@ def loss(
     k_negative: NonNegative = 3.0,
     lambda_negative: Positive = 2.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio (the sequence's, w), weight (φ)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight (φ)."""
     advantages = inputs.advantages
     k, lam = (
         torch.where(advantages >= 0, positive, torch.full_like(advantages, negative))
@@ -38,4 +38,4 @@ def loss(
     )
     ratio = importance_ratio(sequence_sum(inputs.log_ratio.detach(), inputs.sequence_ids))
     weight = (lam + k * ratio.log() - lam * ratio).clamp(max=MAX_LOG_RATIO).exp()
-    return -weight * advantages * inputs.logprobs, {"ratio": ratio, "weight": weight}
+    return -weight * advantages * inputs.logprobs, {"weight": weight}

@@ -21,7 +21,7 @@ from algos.ratio import importance_ratio
 def loss(
     inputs: LossInputs, *, positive_weight: NonNegative = 1.0, negative_weight: NonNegative = 1.0
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: ratio, weight, clipped (1 where a ratio is cut)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where a ratio is cut)."""
     ratio = importance_ratio(inputs.log_ratio.detach())
     is_good = inputs.rewards > 0
     weight = torch.where(is_good, positive_weight, negative_weight * ratio.clamp(0, 1))

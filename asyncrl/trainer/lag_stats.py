@@ -59,7 +59,7 @@ class TokenStats:
             "loss/reward": batch.rewards,
             "loss/length": batch.trained_in_trajectory,
         }
-        self.add(stats | loss_stats, batch.lags)
+        self.add(loss_stats | stats, batch.lags)  # `loss/ratio` is always that of tokens
         sums = log_ratios.new_zeros(batch.num_sequences)
         self._log_ratios.append(log_ratios)
         self._sequence_log_ratios.append(sums.index_add(0, batch.sequence_ids, log_ratios))

@@ -63,7 +63,7 @@ def clipped_objective(ratio, advantage, clip_low, clip_high, dual_clip=None):
 
 def weighted(token, weight, ratio, clipped=None):
     """The row of policy gradient with a weight; without `clipped` that is where the weight is not the ratio."""
-    row = {"loss": -weight * token.advantage * token.logprob, "ratio": ratio, "weight": weight}
+    row = {"loss": -weight * token.advantage * token.logprob, "weight": weight}
     return row | {"clipped": weight != ratio if clipped is None else clipped}
 
 
@@ -71,18 +71,18 @@ def around_proximal(token, weight, weight_is_cut, *clips):
     """The row of a weight times PPO's clip against the proximal policy."""
     moved = token.proximal_ratio
     objective, clipped = clipped_objective(moved, token.advantage, *clips)
-    row = {"loss": -weight * objective, "ratio": token.ratio, "proximal_ratio": moved}
+    row = {"loss": -weight * objective, "proximal_ratio": moved}
     return row | {"weight": weight, "clipped": clipped or weight_is_cut}
 
 
 def reinforce(token, sequence):
-    return {"loss": -token.advantage * token.logprob, "ratio": token.ratio}
+    return {"loss": -token.advantage * token.logprob}
 
 
 def grpo(token, sequence, clip_low=0.2, clip_high=0.2, dual_clip=None):
     clips = clip_low, clip_high, dual_clip
     objective, clipped = clipped_objective(token.ratio, token.advantage, *clips)
-    return {"loss": -objective, "ratio": token.ratio, "clipped": clipped}
+    return {"loss": -objective, "clipped": clipped}
 
 
 def decoupled_ppo(
@@ -143,7 +143,7 @@ def weighted_topr(token, sequence, positive_weight=1.0, negative_weight=1.0):
 def gspo(token, sequence, clip_low=3e-4, clip_high=4e-4):
     ratio = geometric_mean([t.ratio for t in sequence])
     objective, clipped = clipped_objective(ratio, token.advantage, clip_low, clip_high)
-    return {"loss": -objective, "ratio": ratio, "clipped": clipped}
+    return {"loss": -objective, "weight": ratio, "clipped": clipped}
 
 
 def gmpo(token, sequence, log_clip_low=0.4, log_clip_high=0.4):
@@ -152,13 +152,13 @@ def gmpo(token, sequence, log_clip_low=0.4, log_clip_high=0.4):
     cut = zip(sequence, clipped, strict=True)
     mean = geometric_mean([clip(t.held_ratio, low, high) if c else t.ratio for t, c in cut])
     is_clipped = is_past(token.held_ratio, token.advantage, low, high)
-    row = {"loss": -mean * token.advantage, "ratio": token.held_ratio, "clipped": is_clipped}
+    row = {"loss": -mean * token.advantage, "clipped": is_clipped}
     return row | {"weight": 0.0 if is_clipped else mean}
 
 
 def kimi(token, sequence, tau=0.1):
     pull = tau / 2 * (token.logprob - token.behavior) ** 2
-    return {"loss": pull - token.advantage * token.logprob, "ratio": token.ratio}
+    return {"loss": pull - token.advantage * token.logprob}
 
 
 def m2po(token, sequence, update, m2_threshold=0.04):
@@ -169,7 +169,7 @@ def m2po(token, sequence, update, m2_threshold=0.04):
         least_left_out = moments.pop()
     is_out = _goes_on(token) and (token.held - token.behavior) ** 2 >= least_left_out
     loss = 0.0 if is_out else -token.ratio * token.advantage
-    return {"loss": loss, "ratio": token.ratio, "clipped": is_out}
+    return {"loss": loss, "clipped": is_out}
 
 
 def _goes_on(token):
@@ -207,7 +207,7 @@ def _binary_kl(b, p):
 def sapo(token, sequence, tau_positive=1.0, tau_negative=1.05):
     tau = tau_positive if token.advantage > 0 else tau_negative
     gate = 1 / (1 + math.exp(-tau * (token.ratio - 1)))
-    row = {"loss": -4 / tau * gate * token.advantage, "ratio": token.ratio}
+    row = {"loss": -4 / tau * gate * token.advantage}
     return row | {"weight": 4 * gate * (1 - gate) * token.ratio}
 
 
@@ -238,7 +238,7 @@ def vespo(
     k, rate = (k_positive, lambda_positive) if is_good else (k_negative, lambda_negative)
     weight = math.exp(rate) * ratio**k * math.exp(-rate * ratio)
     loss = -weight * token.advantage * token.logprob
-    return {"loss": loss, "ratio": ratio, "weight": weight}
+    return {"loss": loss, "weight": weight}
 
 
 def sequence_is(token, sequence, cap=math.inf):
@@ -275,7 +275,7 @@ def drpo(token, sequence, delta=12.5):
     pull = abs(token.advantage) * b * (token.ratio - 1) ** 2 / (2 * delta)
     sign = math.copysign(1, token.advantage) if token.advantage else 0.0
     fading = 1 - sign * (math.exp(token.logprob) - b) / delta
-    row = {"loss": pull - token.advantage * token.ratio, "ratio": token.ratio}
+    row = {"loss": pull - token.advantage * token.ratio}
     return row | {"weight": token.ratio * fading}
 
 
