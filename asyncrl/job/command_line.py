@@ -398,6 +398,9 @@ def _unknown_option_error(token: str) -> str:
     is_own_section = any(
         option.flag.startswith(f"--{word.partition('.')[0]}.") for option in OPTIONS.values()
     )
+    _, dot, last_word = word.rpartition(".")
+    if dot and not is_own_section and f"--{last_word}" in {o.flag for o in OPTIONS.values()}:
+        hint = f"; write --{last_word} VALUE"
     for other_option, words in OPTIONS_OF_OTHER_PROJECTS.items():
         in_section = word.endswith(f".{other_option}") and not is_own_section
         if word == other_option or in_section:
