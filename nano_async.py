@@ -258,13 +258,13 @@ def gather_weights(model) -> list[tuple[str, torch.Tensor]]:
 
 def report(step: int, batch: list[Sample], metrics: dict[str, float], log):
     """Print the metrics of a step, and write them to the log as JSON."""
-    lags = [step - 1 - version for sample in batch for version in sample.versions]
+    staleness = [step - 1 - min(sample.versions) for sample in batch]  # by the oldest token
     metrics = {
         "step": step,
         "samples": step * len(batch),
         "reward/mean": sum(sample.reward for sample in batch) / len(batch),
-        "staleness/mean": sum(lags) / len(lags),  # of tokens; train_async.py: of responses
-        "staleness/max": max(lags),
+        "staleness/mean": sum(staleness) / len(batch),
+        "staleness/max": max(staleness),
     } | metrics
     print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
     print(json.dumps(metrics), file=log, flush=True)

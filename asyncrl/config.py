@@ -242,7 +242,8 @@ class Config:
     ends, its deadline is that of its first start. `wait` drains first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly
-    K with async_ratio 0. If a finished run continues with more steps, this count begins again."""
+    K with async_ratio 0. Each node keeps K copies of the weights in host memory. If a finished run continues with more
+    steps, this count begins again."""
 
     scheduling: Annotated[Literal["queue", "batch", "lockstep"], "Rollout"] = "queue"
     """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
@@ -403,7 +404,8 @@ class Config:
     join_timeout_s: Annotated[Seconds, RESUME] = 600.0
     """Longest time that a run waits without any worker, and a joined host without its run, seconds."""
     timeout_s: Annotated[Seconds, RESUME, REPLAY] = 600.0
-    """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node."""
+    """Longest start of a worker, or wait for a batch, evaluation or update, seconds; twice that for another node. A
+    response must take less."""
 
     optim: Annotated[OptimOptions, "Optimizer (--optim.NAME)", RESUME, HOST, REPLAY] = (
         OptimOptions()
