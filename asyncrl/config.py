@@ -473,6 +473,12 @@ class Config:
         return math.floor(per_trained_group * self.groups_per_step + 1e-9) + self.extra_groups
 
     @property
+    def num_spare_groups(self) -> int:
+        """Outstanding groups that even the last step has beside those that it trains on."""
+        over_sampled = self.over_sampling - 1  # with async_ratio 0 only
+        return math.floor(over_sampled * self.groups_per_step + 1e-9) + self.extra_groups
+
+    @property
     def max_outstanding_responses(self) -> int:
         """Responses of all outstanding groups, extra_members included."""
         return self.max_outstanding_groups * (self.group_size + self.extra_members)

@@ -10,6 +10,7 @@ import random
 import tomllib
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from walk_oracle import Oracle, watch_tickets
@@ -117,7 +118,8 @@ class Walk:
 
     def _begin(self, oracle, state):
         """Start the processes of a run, a new one if there is no state."""
-        config, self.oracle, self.state = self.config, oracle, state
+        config, self.oracle, self.state = replace(self.config, steps=self.steps), oracle, state
+        oracle.num_steps = self.steps
         self.transport = WalkTransport(self, self.num_buffers, sends=self.num_buffers == 1)
         self.delivering = {}
         self.num_deaths = Counter()
@@ -271,9 +273,9 @@ class Walk:
         self.controller.stop()
         state, oracle = plain.decode(ControllerState, self.saved[0]), pickle.loads(self.saved[1])
         oracle.resume(state)
-        self._begin(oracle, state)
         if oracle.is_last:  # else there is nothing left to do
-            self.steps, oracle.is_longer = self.version + 2, True
+            self.steps, oracle.is_longer = oracle.num_consumed_batches + 2, True
+        self._begin(oracle, state)
         oracle.check()
         oracle.check_ledger(self.controller.buffer.balance())
 

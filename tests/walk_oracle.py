@@ -46,6 +46,12 @@ class Oracle:
         self.config, self.num_eval_problems = config, num_eval_problems
         per_group = 1 + config.async_ratio if config.over_sampling == 1 else config.over_sampling
         self.capacity = math.floor(per_group * config.groups_per_step) + config.extra_groups
+        self.num_spare = self.capacity - math.floor(
+            (1 + config.async_ratio) * config.groups_per_step
+        )
+        """Groups that also the last step has beside those that it trains on."""
+        self.num_steps = config.steps
+        """The run can get more when it is resumed."""
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
         self.bound += (
             MAX_SUSPENSIONS if config.over_sampling > 1 else 0
@@ -148,6 +154,8 @@ class Oracle:
     def issue(self, group_id, tickets):
         problems = {int(ticket.answer) for ticket in tickets}
         assert len(problems) == 1 and self.announced >= 0 and group_id not in self.groups
+        num_left = self.config.groups_per_step * (self.num_steps - self.num_consumed_batches)
+        assert num_left and len(self.resident()) < num_left + self.num_spare, "no step can use it"
         assert {ticket.min_version for ticket in tickets} == {self.oldest_to_start}
         (problem,) = problems
         assert (
@@ -402,13 +410,14 @@ class Oracle:
         assert num_free >= 0, "more groups outstanding than the capacity"
         is_too_old = self.oldest_to_start + self.bound < self.num_consumed_batches
         is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
+        num_left = self.config.groups_per_step * (self.num_steps - self.num_consumed_batches)
+        has_enough = num_left == 0 or len(resident) >= num_left + self.num_spare
         # What the trainer is to get is consumed before engines fall asleep, which may take many events.
         is_held = self.expected_batch or any(group.state == "held" for group in resident)
         oldest_allowed = self.num_consumed_batches + bool(is_held) - self.bound
         has_no_weights = self.announced < 0 or self.is_resuming
-        assert is_full or is_held or has_no_weights or self.config.scheduling == "batch", (
-            "a place is free, and no group is issued"
-        )
+        may_wait = is_full or has_enough or is_held or has_no_weights
+        assert may_wait or self.config.scheduling == "batch", "a place is free, no group is issued"
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < oldest_allowed
 

@@ -123,7 +123,8 @@ class SampleBuffer:
     def num_free_places(self) -> int:
         """Return the number of groups that may be admitted now.
 
-        It is 0 while groups that start now would be too old for every later batch.
+        It is 0 while groups that start now would be too old for every later batch. At the end of a run it leaves out
+        groups that no step can train on: the last evaluation then has the engines for itself.
         """
         # A group may start while at most ⌈α⌉ consumed batches, plus the allowed suspensions, are unannounced. There are
         # more while an evaluation defers weights. From version K on, K cancels in this comparison. A new group is in
@@ -132,9 +133,16 @@ class SampleBuffer:
         last_version = self.admission_version + self.node_config.max_staleness
         if self._is_bounded and last_version < next_version:
             return 0
+        num_steps_left = self.node_config.steps - self.num_consumed_batches
+        if num_steps_left <= 0:
+            return 0
         num_unannounced = self.num_consumed_batches - self._num_batches_at_announcement
-        num_consumed = self.node_config.groups_per_step * num_unannounced
-        return self.node_config.max_outstanding_groups - len(self.residents) - num_consumed
+        num_places = self.node_config.max_outstanding_groups
+        num_places -= self.node_config.groups_per_step * num_unannounced
+        num_useful = (
+            self.node_config.groups_per_step * num_steps_left + self.node_config.num_spare_groups
+        )
+        return min(num_places, num_useful) - len(self.residents)
 
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""

@@ -100,7 +100,9 @@ class Simulation:
 
     def __init__(self, case: Case, record_event: Callable[..., None] = lambda event, **_: None):
         self._record_event = record_event
-        self.case, self.clock, self.config = case, Clock(), case.config
+        self.case, self.clock = case, Clock()
+        # The measured steps are within a run: near its end fewer groups start.
+        self.config = replace(case.config, steps=10**9)
         has_swarm = case.cluster.swarm is not None
         kinds = (SimulatedWorkers, BaselineController if self.config.is_baseline else Controller)
         if has_swarm:

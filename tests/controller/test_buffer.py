@@ -58,6 +58,18 @@ def test_a_batch_that_would_break_the_bound_is_an_error_with_the_numbers():
         buffer.find_batch()
 
 
+def test_no_group_starts_that_no_step_can_train_on():
+    buffer = make_buffer(4, groups_per_step=2, async_ratio=1.0, steps=3)
+    for step, num_free in ((1, 2), (2, 0)):
+        for group_id in (2 * step - 2, 2 * step - 1):
+            finish(buffer, group_id)
+        buffer.consume(buffer.find_batch())
+        buffer.free_consumed_places(step)
+        assert buffer.num_free_places() == num_free
+        for group_id in range(4, 4 + num_free):
+            buffer.admit(group_id, group_id)
+
+
 def test_no_group_starts_too_old_while_a_batch_waits_for_other_nodes():
     buffer = make_buffer(3, groups_per_step=2, async_ratio=0.0, extra_groups=1)
     for group_id in (0, 1):
