@@ -72,8 +72,7 @@ class Run:
     def step_if_ready(self):
         """The same, unless that would have to wait."""
         self.controller.take_metrics()  # raises what ended the swarm's thread
-        batch = self.controller.hold_batch()
-        if batch is not None:
+        if self.controller.hold_batch():
             self._train(self.controller.consume_batch())
 
     def _train(self, groups):
