@@ -72,7 +72,7 @@ def test_an_alarm_is_printed_once_written_and_continued_by_a_resume(tmp_path):
 def test_a_real_engine_agrees_with_the_stamped_weights_until_stamps_are_off_by_one(tmp_path):
     options = {"certificate": 1, "async_ratio": 0, "publish_delay": 1, "steps": 5}
     words = [f"--runs-dir={tmp_path}", "--run-name=run", *words_of(SMALL | options)]
-    job = launch(["extras/certificate/tests/faults.py", "stamps", "2", *words], tmp_path / "run")
+    job = launch(["extras/certificate/tests/faults.py", "2", *words], tmp_path / "run")
     assert job.wait() == 0, job.output()[-3000:]
     checks = certificate(tmp_path)["checks"]
     # version 2 is the first that is stamped wrongly; step 4 trains on its tokens
