@@ -1,12 +1,6 @@
 """Random walks of the controller of a baseline; see tests/random_walk.py."""
 
-import os
-
-import pytest
-from random_walk import CHOICES, Walk, run_walks
-
-NUM_WALKS = int(os.environ.get("WALKS", 1250)) // 2
-NUM_CHUNKS = 10
+from random_walk import CHOICES, IN_CHUNKS, NUM_WALKS, Walk, run_walks
 
 
 class BaselineWalk(Walk):
@@ -18,8 +12,6 @@ class BaselineWalk(Walk):
     }
 
 
-@pytest.mark.parametrize(
-    "chunk", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, NUM_CHUNKS))]
-)
+@IN_CHUNKS
 def test_in_any_order_of_events_the_promises_of_a_baseline_hold(chunk):
-    run_walks(BaselineWalk, range(chunk, NUM_WALKS, NUM_CHUNKS))
+    run_walks(BaselineWalk, NUM_WALKS // 2, chunk)

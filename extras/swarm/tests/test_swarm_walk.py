@@ -1,11 +1,9 @@
 """Random walks of the controller of a run that listens: hosts join, leave, are slow and lie (tests/random_walk.py)."""
 
 import math
-import os
 from dataclasses import replace
 
-import pytest
-from random_walk import CHOICES, Walk, run_walks
+from random_walk import CHOICES, IN_CHUNKS, NUM_WALKS, Walk, run_walks
 from walk_worker import WatchedWorker, WithoutProcesses
 
 from asyncrl.config import SwarmOptions
@@ -13,9 +11,6 @@ from asyncrl.messages import Finished, ReportProgress, WeightsLoaded
 from extras.swarm.pull import PullTransport
 from extras.swarm.remote import RemoteWorker, SwarmWorkers
 from extras.swarm.wire import Fetch, Fetched
-
-NUM_WALKS = int(os.environ.get("WALKS", 1250)) // 2
-NUM_CHUNKS = 10
 
 
 class HostWorker(WatchedWorker):
@@ -138,8 +133,6 @@ class SwarmWalk(Walk):
         self.controller.pulled.stage(version, [])
 
 
-@pytest.mark.parametrize(
-    "chunk", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, NUM_CHUNKS))]
-)
+@IN_CHUNKS
 def test_in_any_order_of_events_the_promises_of_a_run_that_listens_hold(chunk):
-    run_walks(SwarmWalk, range(chunk, NUM_WALKS, NUM_CHUNKS))
+    run_walks(SwarmWalk, NUM_WALKS // 2, chunk)
