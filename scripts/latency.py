@@ -24,28 +24,21 @@ from rollout import run_worker, start_worker
 from train_async import train
 
 
-class Delayed:
-    """An environment with simulated latency before each step."""
+def delay_steps(environment: Environment, law: LatencyLaw, timeout_s: float, seed: int) -> None:
+    """Let each step of an environment take a simulated latency, or fail."""
+    step, draws = environment.step, random.Random(seed)
 
-    def __init__(self, environment: Environment, law: LatencyLaw, timeout_s: float, seed: int):
-        self.environment, self.law, self.timeout_s = environment, law, timeout_s
-        self._random = random.Random(seed)
-
-    async def reset(self) -> list[int]:
-        return await self.environment.reset()
-
-    async def step(self, turn: Completion) -> Step:
-        delay = self.law.draw(self._random)
+    async def step_late(turn: Completion) -> Step:
+        delay = law.draw(draws)
         if delay.failure == "crash":
             raise Failed("simulated crash")
-        if delay.failure == "hang" or delay.seconds > self.timeout_s:
-            await asyncio.sleep(self.timeout_s)
-            raise Failed(f"simulated latency: timed out after {self.timeout_s:g} s")
+        if delay.failure == "hang" or delay.seconds > timeout_s:
+            await asyncio.sleep(timeout_s)
+            raise Failed(f"simulated latency: timed out after {timeout_s:g} s")
         await asyncio.sleep(delay.seconds)
-        return await self.environment.step(turn)
+        return await step(turn)
 
-    def end(self, *, is_idle: bool) -> None:
-        self.environment.end(is_idle=is_idle)
+    environment.step = step_late
 
 
 def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
@@ -54,9 +47,9 @@ def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
 
     def make_environment(ticket: Ticket, member: int) -> Environment:
         environment = environments.make_environment(ticket, member)
-        if ticket.is_evaluation:
-            return environment
-        return Delayed(environment, law, spec.config.env_timeout_s, ticket.seed + member)
+        if not ticket.is_evaluation:
+            delay_steps(environment, law, spec.config.env_timeout_s, ticket.seed + member)
+        return environment
 
     return Environments(make_environment, environments.close)
 
