@@ -12,7 +12,6 @@ Messages pass between the run and the engines unchanged, except about weights. I
 this host up, the host joins again, with its engines and weights. Its tickets are void then.
 """
 
-import argparse
 import contextlib
 import os
 import queue
@@ -24,8 +23,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
 import zmq
 
 from asyncrl.cluster.fingerprint import digest
@@ -53,31 +54,32 @@ STOP_S = 10.0
 """Time that the engines have to end, seconds."""
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """Sample for a run on another host."""
+
+    join: str
+    """HOST:PORT where the run listens (its --listen)."""
+    key: str
+    """runs/NAME/swarm.key of the run."""
+    rollout_tp: int | None = None
+    """GPUs of an engine here; unset, as the run's own."""
+    task: str | None = None
+    """Program, as agent:COMMAND, or verifiers:NAME, that the run can start on this host."""
+
+
 class JoinedHost:
     """This host, while it samples for a run on another host."""
 
-    def __init__(
-        self,
-        address: str,
-        key_path: str,
-        main: Callable,
-        folder: Path,
-        *,
-        rollout_tp: int | None = None,
-        allowed_task: str | None = None,
-    ):
-        """See start_engines for `main`, `folder` and `rollout_tp`, and check_program for `allowed_task`.
-
-        Raises ValueError if the key cannot be read.
-        """
+    def __init__(self, given: Arguments, main: Callable, folder: Path):
+        """See start_engines for `main` and `folder`. Raises ValueError if the key cannot be read."""
         self.folder = folder
-        self.connection = RunConnection(address, key_path)
+        self.connection = RunConnection(given.join, given.key)
         self.engines: list[HostEngine] = []
         self.weights: HostWeights | None = None
         """Known once the run has told how its weights lie."""
+        self._given = given
         self._main = main
-        self._rollout_tp = rollout_tp
-        self._allowed_task = allowed_task
         self._welcome: Welcome | None = None
         self._from_engines: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_event, self._threads = os.eventfd(0, os.EFD_NONBLOCK), ThreadPoolExecutor(64)
@@ -187,11 +189,11 @@ class JoinedHost:
     def _on_welcome(self, welcome: Welcome) -> None:
         address = self.connection.address
         if self._welcome is None:
-            check_program(welcome, self._allowed_task)
+            check_program(welcome, self._given.task)
             check_user_code(welcome)
             self._welcome = welcome
             self.engines = start_engines(
-                welcome, self.folder, self._rollout_tp, self._main, self._hear, self._threads
+                welcome, self.folder, self._given.rollout_tp, self._main, self._hear, self._threads
             )
         elif welcome != self._welcome:
             raise ValueError(f"another run listens at {address} now; join that one anew")
@@ -246,38 +248,13 @@ def check_user_code(welcome: Welcome) -> None:
 
 def main(worker_main: Callable) -> None:
     """Read the command line of `rollout.py --join` and serve that run; engines run `worker_main(spec, connection)`."""
-    parser = argparse.ArgumentParser(description="Sample for a run on another host.")
-    parser.add_argument(
-        "--join", required=True, metavar="HOST:PORT", help="where the run listens (its --listen)"
-    )
-    parser.add_argument(
-        "--key", required=True, metavar="FILE", help="runs/NAME/swarm.key of the run"
-    )
-    parser.add_argument(
-        "--rollout-tp",
-        type=int,
-        metavar="GPUS",
-        help="of an engine here; by default as the run's own",
-    )
-    parser.add_argument(
-        "--task",
-        metavar="agent:COMMAND",
-        help="program, or verifiers:NAME, that the run can start on this host",
-    )
-    given = parser.parse_args(with_home_folder(sys.argv[1:]))
+    given = tyro.cli(Arguments, args=with_home_folder(sys.argv[1:]))
     match = re.fullmatch(r"(?a)[\w.-]+:(\d{1,5})", given.join)
     if match is None or not 0 < int(match[1]) < 2**16:
         sys.exit(f"error: --join must be HOST:PORT, as 127.0.0.1:7733, got {given.join!r}")
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         try:
-            host = JoinedHost(
-                given.join,
-                given.key,
-                worker_main,
-                Path(folder),
-                rollout_tp=given.rollout_tp,
-                allowed_task=given.task,
-            )
+            host = JoinedHost(given, worker_main, Path(folder))
             for number in STOP_SIGNALS:
                 signal.signal(number, lambda *_: host.stop())
             try:

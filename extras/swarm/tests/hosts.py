@@ -26,7 +26,7 @@ from data.problem import Problem
 from extras.baselines import BaselineTickets
 from extras.swarm.controller import SwarmController
 from extras.swarm.hub import make_key
-from extras.swarm.join import JoinedHost
+from extras.swarm.join import Arguments, JoinedHost
 from extras.swarm.link import Link
 from extras.swarm.remote import SwarmWorkers
 from extras.swarm.swarm import Swarm
@@ -188,9 +188,8 @@ class Far(JoinedHost):
         self.name, self.ended = name, []
         folder = run.folder / f"host_{next(self.numbers)}"
         folder.mkdir()
-        super().__init__(
-            run.address, str(run.key_path), run_fake_worker, folder, rollout_tp=rollout_tp
-        )
+        given = Arguments(run.address, str(run.key_path), rollout_tp=rollout_tp)
+        super().__init__(given, run_fake_worker, folder)
         self.heard = []
         self.holds = ()
         """Kinds of messages that engines say only when the test has them `finish`."""
