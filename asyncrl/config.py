@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -959,6 +959,19 @@ def switch(name: str, is_on: bool) -> str:
     """Return the word of the command line that turns an option on or off."""
     group, dot, field = flag_of(name).removeprefix("--").rpartition(".")
     return f"--{group}{dot}{'' if is_on else 'no-'}{field}"
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """Return the words of the command line that give options their values."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(switch(name, value))
+        elif isinstance(value, list | tuple):
+            words += [flag_of(name), *value]
+        else:
+            words.append(f"{flag_of(name)}={value}")
+    return words
 
 
 def nearest(text: str, known: Iterable[str] | None) -> str:

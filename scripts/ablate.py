@@ -38,7 +38,7 @@ from asyncrl import user_code
 from asyncrl.cluster.fingerprint import user_code_digests
 from asyncrl.cluster.processes import STOP_SIGNALS, ignore_signals, kill_with_sessions
 from asyncrl.cluster.streams import keep_printing
-from asyncrl.config import OPTIONS, Config, flag_of, nearest, switch, with_home_folder
+from asyncrl.config import OPTIONS, Config, flag_of, nearest, with_home_folder, words_of
 from asyncrl.job.choices import try_choices
 from asyncrl.job.command_line import read_options_and_names
 from asyncrl.runlog.header import git
@@ -140,19 +140,6 @@ def values_after(name: str, words: Sequence[str]) -> list[str]:
 
 
 # Cells
-
-
-def options(cell: dict, extra: Sequence[str] = ()) -> list[str]:
-    """Return the command line of a cell's run, with the options that all runs are given."""
-    words = []
-    for name, value in cell.items():
-        if isinstance(value, bool):
-            words.append(switch(name, value))
-        elif isinstance(value, list):
-            words += [flag_of(name), *value]
-        else:
-            words.append(f"{flag_of(name)}={value}")
-    return [*words, *extra]
 
 
 def cell_name(cell: dict, loss_name: str | None = None) -> str:
@@ -371,7 +358,7 @@ def run_cell(cell: dict, name: str, arguments: Arguments, stop: threading.Event)
     A loss or gradient that is not finite is a result. Raises ValueError for any other error, or if it made no step.
     """
     start = time.monotonic()
-    words = options(cell, arguments.extra)
+    words = [*words_of(cell), *arguments.extra]
     record = {"cell": cell, "options": words, "user_code": code_of(cell, arguments.extra)}
     with tempfile.TemporaryDirectory(prefix="ablate-") as folder:
         runs = arguments.out / "runs" if arguments.keep_runs else Path(folder)
@@ -403,7 +390,7 @@ def check_options(cells: list[dict], records: list[dict], extra: tuple[str, ...]
         if record is None:
             continue
         # The record can have another order of --sweep, which changes nothing.
-        before, now = record["options"], options(record["cell"], extra)
+        before, now = record["options"], [*words_of(record["cell"]), *extra]
         if before != now:
             changed = f"{shlex.join(before)}, not {shlex.join(now)}"
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")

@@ -15,7 +15,7 @@ import psutil
 from programs import ROOT, wait_until
 
 from asyncrl.cluster.stacks import title
-from asyncrl.config import flag_of, switch
+from asyncrl.config import words_of
 from scripts.lines import read
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -121,14 +121,6 @@ class Job:
 def torchrun(num_ranks: int = 1) -> list[str]:
     """Words that start a program on some ranks of this host."""
     return [*TORCHRUN, "--standalone", f"--nproc-per-node={num_ranks}"]
-
-
-def words_of(options: dict[str, object]) -> list[str]:
-    """Words of the command line that give options their values."""
-    return [
-        switch(name, value) if isinstance(value, bool) else f"{flag_of(name)}={value}"
-        for name, value in options.items()
-    ]
 
 
 def start_job(

@@ -5,7 +5,7 @@ import json
 import pytest
 from programs import ROOT
 
-from scripts.ablate import options
+from asyncrl.config import words_of
 from scripts.grids import LATE_COLUMNS
 from scripts.lines import read
 from scripts.runs import SUMMARY
@@ -32,7 +32,7 @@ def test_the_notebook_draws_a_finished_grid(tmp_path, monkeypatch):
         for record in read(ROOT / "results/study/lag/cells.jsonl"):
             cell = record["cell"]
             if cell["algo"] == "grpo" and cell["publish_delay"] in (0, 4) and cell["seed"] < 2:
-                record["options"] = options(cell, ("--steps", "40", "--eval-every", "0"))
+                record["options"] = [*words_of(cell), "--steps", "40", "--eval-every", "0"]
                 record["summary"] = dict.fromkeys([*SUMMARY, *LATE_COLUMNS])
                 lines.write(json.dumps(record) + "\n")
     names = run_cells(monkeypatch, tmp_path)

@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 
-from asyncrl.config import OPTIONS, Config, switch
+from asyncrl.config import OPTIONS, Config, words_of
 from asyncrl.job.disk import checkpoint_bytes
 from extras.planning.planner import Plan
 
@@ -38,17 +38,14 @@ def planned_config(plan: Plan) -> Config:
 
 def options_of(config: Config) -> list[str]:
     """Return the words of the command line that make a config."""
-    words = []
     lengths = ("max_prompt_tokens", "max_response_tokens")  # the model decides about their defaults
-    for option in OPTIONS.values():
-        value = option.value_in(config)
-        if value == option.default and option.name not in lengths:
-            continue
-        if isinstance(value, bool):
-            words.append(switch(option.name, value))
-        else:
-            words += [option.flag, *(value if isinstance(value, tuple) else [str(value)])]
-    return words
+    values = {name: option.value_in(config) for name, option in OPTIONS.items()}
+    changed = {
+        name: value
+        for name, value in values.items()
+        if name in lengths or value != OPTIONS[name].default
+    }
+    return words_of(changed)
 
 
 def save_s(config: Config, num_parameters: int) -> float:

@@ -20,7 +20,7 @@ import torch
 
 from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, WorkerSpec, available_cores, place
-from asyncrl.config import Config, flag_of
+from asyncrl.config import Config, words_of
 from asyncrl.engine.proxy import LLMProxy
 from asyncrl.engine.vllm_setup import sampling_params, worker_environment
 from asyncrl.trainer.policy import load_policy
@@ -228,15 +228,14 @@ def job(setup: Setup, async_ratio: float, colocate: str = "share") -> dict:
         "groups_per_step": min(JOB_GROUPS, config.groups_per_step),
         "steps": JOB_STEPS, "eval_every": 0, "save_every": None, "runs_dir": folder, "run_name": "run", "lr": 1e-3,
         "optim.warmup_steps": 0,
+        # No response earns anything; the decay moves the weights all the same.
+        "optim.args": ["weight_decay=50"],
     }  # fmt: skip
-    arguments = [f"{flag_of(name)}={value}" for name, value in options.items()]
-    # No response earns anything; the decay moves the weights all the same.
-    arguments += ["--optim.args", "weight_decay=50"]
     # Half of several GPUs train.
     num_ranks = max(1, len(visible_gpus()) // 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={num_ranks}"]
-    subprocess.run([*torchrun, "train_async.py", *arguments], cwd=ROOT, check=True)
+    subprocess.run([*torchrun, "train_async.py", *words_of(options)], cwd=ROOT, check=True)
     numbers = job_numbers(load(folder / "run").metrics)
     shutil.rmtree(folder)  # the logs of a run that fails stay
     return numbers

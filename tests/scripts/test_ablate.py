@@ -13,8 +13,9 @@ import pytest
 from programs import start_python, wait_until
 from user_files import write_jsonl, write_user_code
 
+from asyncrl.config import words_of
 from scripts import ablate
-from scripts.ablate import cell_name, options, read_arguments
+from scripts.ablate import cell_name, read_arguments
 from scripts.grids import key, read_records
 
 STUB = """
@@ -62,9 +63,9 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
         for loss in ("grpo", "tis+clip_low=0.1+clip_high=4.0")
     ]
     assert [cell["seed"] for cell in cells] == [0] * 16 + [1] * 16
-    assert options(cells[1], ["--steps=5"]) == [
+    assert words_of(cells[1]) == [
         "--algo=tis", "--algo-args", "clip_low=0.1", "clip_high=4.0", "--async-ratio=0.0", "--publish-delay=0",
-        "--seed=0", "--compile", "--lr=0.0001", "--optim.warmup-steps=3", "--steps=5",
+        "--seed=0", "--compile", "--lr=0.0001", "--optim.warmup-steps=3",
     ]  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def test_a_grid_keeps_each_run_and_its_error_ends_with_one_that_is_killed_and_re
     with pytest.raises(SystemExit, match="error: cell aipo-a0-k0-s0 was killed or broke"):
         ablate_stub("--algos", "grpo", "kimi", "aipo", "tis", *words)
     record, failed = read_records(grid / "cells.jsonl")
-    assert record["options"] == [*options(record["cell"]), "--steps=1"]
+    assert record["options"] == [*words_of(record["cell"]), "--steps=1"]
     assert record["git_dirty"] is False and "error" not in record
     assert record["series"]["reward"] == [0.3333333] and record["evaluations"] == [[1, 0.5]]
     summary = record["summary"]
@@ -329,5 +330,5 @@ def test_the_order_of_sweep_makes_no_other_cell(ablate_stub, tmp_path):
     cells = tmp_path / "grid/cells.jsonl"
     (record,) = read_records(cells)
     cell = dict(reversed(record["cell"].items()))  # older code kept the order of --sweep
-    write_jsonl(cells, [record | {"cell": cell, "options": options(cell, ["--steps=1"])}])
+    write_jsonl(cells, [record | {"cell": cell, "options": [*words_of(cell), "--steps=1"]}])
     assert "1 of them finished before" in ablate_stub(*words)
