@@ -3,11 +3,12 @@
 Importing this costs little. The worker's part imports the engine's.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asyncrl.plugins import Plugin
-from extras.environments.task import prepare_environment, prepare_task
+from extras.environments.task import EnvironmentTask, prepare_environment
 
 if TYPE_CHECKING:
     from asyncrl.cluster.placement import WorkerSpec
@@ -21,7 +22,8 @@ class EnvironmentPlugin(Plugin):
 
     def prepare_task(self, config: "Config") -> Callable[[], "Task"]:
         """Return a function that makes the task. Raises ValueError for a wrong name or argument."""
-        return prepare_task(config.task, config.seed, config.task_args)
+        make_environment = prepare_environment(config.task, config.task_args)
+        return functools.partial(EnvironmentTask, config.task, config.seed, make_environment)
 
     def start_environments(self, spec: "WorkerSpec", tokenizer) -> "Environments":
         """Return the environments of a worker's task."""

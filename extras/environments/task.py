@@ -9,16 +9,11 @@ from typing import Any
 from asyncrl import user_code
 from asyncrl.tasks import with_arguments
 from data.environments import ENVIRONMENTS
-from data.problem import Candidate, DrawnTask, Problem, Task, of_split
+from data.problem import Candidate, DrawnTask, Problem, of_split
 from extras.conversation import Conversation
 
 MAX_TRIES = 1000
 """Seeds that are tried for a problem of a split. One of eight is held out."""
-
-
-def prepare_task(name: str, seed: int, task_args: Iterable[str] = ()) -> Callable[[], Task]:
-    """A function that makes the task. Raises ValueError for a wrong name or argument."""
-    return functools.partial(EnvironmentTask, name, seed, prepare_environment(name, task_args))
 
 
 def prepare_environment(name: str, task_args: Iterable[str] = ()) -> Callable[[], Any]:

@@ -27,8 +27,18 @@ class Admission:
     def __init__(self, config: Config, model_path: str):
         self._code = code_digest()
         self._device = "cuda" if visible_gpus() else "cpu"
-        user_code = digest(files(user_code_names(config)))
-        self._welcome = Welcome(shared_options(config), read_model_files(model_path), user_code)
+        # Options of the trainer have their default, and user code has no folder. So hosts that wait for a run need not
+        # start again when it continues with other values of these.
+        defaults = {
+            option.name: option.default for option in options_changeable_by(ChangeableBy.HOST)
+        }
+        options = with_absolute_paths(config, Path("/")).as_dict() | defaults
+        model_files = {
+            path.name: path.read_bytes()
+            for path in sorted(Path(model_path).iterdir())
+            if path.suffix in MODEL_FILES and not path.name.endswith(".index.json")
+        }
+        self._welcome = Welcome(options, model_files, digest(files(user_code_names(config))))
         self.addresses: list[str] = []
         """Address of each node of the run. Only the first node knows them: all hosts ask it first."""
         self.loads: list[int] = []
@@ -58,25 +68,6 @@ class Admission:
             device = printable(join.device)
             return f"it computes on {device}, the run on {self._device}: their log-probs differ too much"
         return None
-
-
-def shared_options(config: Config) -> dict:
-    """Return the options that a host gets. Those of the trainer have their default, and user code has no folder.
-
-    So hosts that wait for a run need not start again when it continues with other values of these.
-    """
-    return with_absolute_paths(config, Path("/")).as_dict() | {
-        option.name: option.default for option in options_changeable_by(ChangeableBy.HOST)
-    }
-
-
-def read_model_files(folder: str) -> dict[str, bytes]:
-    """Return configuration and tokenizer of a model's folder, by file name."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(Path(folder).iterdir())
-        if path.suffix in MODEL_FILES and not path.name.endswith(".index.json")
-    }
 
 
 def listening_address(listen: str, cluster: Cluster) -> str:

@@ -80,17 +80,16 @@ class PullTransport(Transport):
 
     def _take_payload(self) -> np.ndarray:
         """Take memory for a snapshot. It is used again when the array is collected."""
-        memory = self._free.pop() if self._free else self._new_payload()
+        if self._free:
+            memory = self._free.pop()
+        else:
+            # the digest covers the gaps between parameters
+            memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
+            if torch.cuda.is_initialized():
+                lock_pages(memory)
         payload = memory.numpy()
         weakref.finalize(payload, self._free.append, memory)
         return payload
-
-    def _new_payload(self) -> torch.Tensor:
-        # the digest covers the gaps between parameters
-        memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
-        if torch.cuda.is_initialized():
-            lock_pages(memory)
-        return memory
 
     def _keep(self, version: int, payload: np.ndarray) -> None:
         """Name a snapshot by its digest, and keep it."""
