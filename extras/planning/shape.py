@@ -5,6 +5,7 @@ import os
 import re
 import statistics
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 
 from asyncrl.weights.models import check_name, has_tokenizer
@@ -143,13 +144,13 @@ def read_shape(model_path: str) -> ModelShape:
     )
 
 
-def _layer_sizes(sizes: dict[str, int]) -> dict[str, int]:
+def _layer_sizes(sizes: dict[str, int]) -> Counter[str]:
     """Return {number of a layer: its parameters}, of the sizes of all parameters by name."""
-    layers: dict[str, int] = {}
+    layers: Counter[str] = Counter()
     for name, size in sizes.items():
         layer = _LAYER.search(name)
         if layer is not None:
-            layers[layer[1]] = layers.get(layer[1], 0) + size
+            layers[layer[1]] += size
     return layers
 
 
