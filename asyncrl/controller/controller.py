@@ -29,7 +29,7 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.failures import Failures
 from asyncrl.controller.journal import Journal
 from asyncrl.controller.ledger import ledger_metrics
-from asyncrl.controller.snapshot import ControllerState, continues_responses, unfinished_tickets
+from asyncrl.controller.snapshot import ControllerState, continues_responses
 from asyncrl.controller.tickets import TicketSource
 from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import (
@@ -390,13 +390,10 @@ class Controller:
                 with contextlib.suppress(RolloutEnded):
                     answered = self.workers.request_progress_of_all()
                     self.wait_until(answered, "responses in flight")
-            queue = unfinished_tickets(
-                self.workers, self.dispatcher.queue, self.buffer, self.ticket_source
-            )
             state = ControllerState(
                 self.buffer.state(),
                 copy.deepcopy(self.ticket_source.state),
-                queue,
+                self.dispatcher.unfinished_tickets(),
                 published_version=self.announcements.newest.version,
                 evaluates=self.evaluation is not None,
                 evaluations=list(self.ended_evaluations),

@@ -213,6 +213,27 @@ class Dispatcher:
         # While its group is unfinished, only a continued ticket can need more than its group.
         return max(ticket.min_version, self.buffer.needed_version_of_group(ticket.group_id))
 
+    def unfinished_tickets(self) -> list[Ticket]:
+        """Return the tickets of running groups, oldest first, for a resume.
+
+        A ticket continues from the tokens that its worker has reported.
+        """
+        partials, assigned = {}, []
+        for worker in self.workers:
+            assigned += worker.awaited
+            if worker.in_flight is not None:
+                partials |= worker.in_flight.partials
+        assigned.sort(key=lambda ticket: ticket.ticket_id)
+        unfinished = []
+        for ticket in (*assigned, *self.queue):
+            # This leaves out evaluation tickets, too, because their groups are not resident. `evaluates` restarts them.
+            if self.buffer.is_unfinished(ticket.group_id):
+                partial = partials.get(ticket.ticket_id)
+                unfinished.append(
+                    self.ticket_source.continued(ticket, partial) if partial else ticket
+                )
+        return unfinished
+
     def send_out(self) -> None:
         outgoing: dict[int, list[Ticket]] = defaultdict(list)
         for worker, ticket in self.assign_tickets():

@@ -4,15 +4,13 @@ Each problem that was handed out is resident, put back, or done: consumed, or dr
 TicketState counts problems that were handed out. So problems that are resident or put back are saved, too.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.config import Config
-from asyncrl.controller.buffer import BufferState, SampleBuffer
+from asyncrl.controller.buffer import BufferState
 from asyncrl.controller.evaluation import Evaluation
 from asyncrl.controller.failures import Failures
-from asyncrl.controller.tickets import TicketSource, TicketState
-from asyncrl.controller.workers import Worker
+from asyncrl.controller.tickets import TicketState
 from asyncrl.records import Ticket
 
 
@@ -44,28 +42,3 @@ def continues_responses(config: Config) -> bool:
     On-policy training samples them again from their seeds. A resumed run then equals the unbroken run to the bit.
     """
     return config.async_ratio > 0 or config.suspends_between_steps
-
-
-def unfinished_tickets(
-    workers: Iterable[Worker],
-    queue: Iterable[Ticket],
-    buffer: SampleBuffer,
-    ticket_source: TicketSource,
-) -> list[Ticket]:
-    """Return the tickets of running groups, oldest first.
-
-    A ticket continues from the tokens that its worker has reported.
-    """
-    partials, assigned = {}, []
-    for worker in workers:
-        assigned += worker.awaited
-        if worker.in_flight is not None:
-            partials |= worker.in_flight.partials
-    assigned.sort(key=lambda ticket: ticket.ticket_id)
-    unfinished = []
-    for ticket in (*assigned, *queue):
-        # This leaves out evaluation tickets, too, because their groups are not resident. `evaluates` restarts them.
-        if buffer.is_unfinished(ticket.group_id):
-            partial = partials.get(ticket.ticket_id)
-            unfinished.append(ticket_source.continued(ticket, partial) if partial else ticket)
-    return unfinished

@@ -21,12 +21,6 @@ class Mean:
     total: float
     count: int
 
-    @classmethod
-    def over(cls, numbers: Iterable[float]) -> "Mean":
-        """Return the mean of numbers or truths."""
-        array = np.asarray(numbers, dtype=np.float64)
-        return cls(float(array.sum()), len(array))
-
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
 
@@ -139,7 +133,9 @@ def batch_metrics(
             overlong_penalty(trajectory.num_beyond_prompt, config.max_response_tokens, overlong)
             for trajectory in trajectories
         ]
-    metrics: Measured = {name: Mean.over(numbers) for name, numbers in means.items()}
+    metrics: Measured = {
+        name: Mean(float(np.sum(numbers)), len(numbers)) for name, numbers in means.items()
+    }
     metrics["reward/std"] = Deviation(tuple(rewards))
     metrics["response/length_max"] = Max(max(lengths))
     for name in dict.fromkeys(
