@@ -5,15 +5,14 @@ checkpoint. Of a run it takes the options of sampling, too. The engine is a run'
 What follows MODEL is options of train_async.py. `--out FILE` keeps every response.
 """
 
-import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import tyro
 
@@ -32,9 +31,9 @@ from asyncrl.controller.evaluation import Evaluation
 from asyncrl.job.choices import try_choices
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import read_resumed_options
-from asyncrl.records import Trajectory
 from asyncrl.runlog.manifest import parse_step
-from asyncrl.runlog.samples import decode_trajectory, readable_answer
+from asyncrl.runlog.plain import encode
+from asyncrl.runlog.samples import describe_trajectory
 
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens",
@@ -113,23 +112,8 @@ def sample(config: Config, num_samples: int) -> tuple[Evaluation, list[dict]]:
             problem, repeat = divmod(response.member, num_samples)
             row = {"problem": problem, "sample": repeat}
             answer = problems[response.member].answer
-            rows.append(row | describe_response(response, answer, rank.tokenizer.decode))
+            rows.append(row | describe_trajectory(response, answer, rank.tokenizer.decode))
         return evaluation, rows
-
-
-def describe_response(
-    response: Trajectory, answer: str, decode: Callable[[np.ndarray], str]
-) -> dict:
-    """Return the fields of a response for `--out`. The reward of a failed one is None."""
-    is_failed = response.finish_reason == "failed"
-    return {
-        **decode_trajectory(response, decode),
-        "answer": readable_answer(answer),
-        "reward": None if is_failed else response.reward,
-        "reward_parts": response.reward_parts,
-        "finish_reason": response.finish_reason,
-        "turns": response.num_turns,
-    }
 
 
 def describe(evaluation: Evaluation, num_samples: int, right_from: float = 1.0) -> list[str]:
@@ -214,7 +198,8 @@ def main() -> None:
         lines = [f"weights: {config.model}", *results]
         print("\n".join(lines), flush=True)
         if given.out:
-            given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            lines_of_rows = (encode(row, msgspec.json.encode) + b"\n" for row in rows)
+            given.out.write_bytes(b"".join(lines_of_rows))  # null for NaN
             Path(f"{given.out}.summary.txt").write_text("\n".join([*lines, ""]))
 
     run_job(job)

@@ -27,28 +27,17 @@ def choose_samples(
             members = dict.fromkeys([int(group.rewards.argmax()), int(group.rewards.argmin())])
         answer = answer_of(group)
         for index in members:
-            yield _describe_member(step, group, index, decode, answer)
-
-
-def _describe_member(
-    step: int, group: Group, index: int, decode: Callable[[np.ndarray], str], answer: str
-) -> dict:
-    member = group.trajectories[index]
-    return {
-        "step": step,
-        "group": group.group_id,
-        "member": member.member,
-        **decode_trajectory(member, decode),
-        **({"answer": readable_answer(answer)} if answer else {}),
-        "turns": member.num_turns,
-        "finish_reason": member.finish_reason,
-        "reward": member.reward,
-        "reward_parts": member.reward_parts,
-        "group_reward": float(group.rewards.mean()),
-        "oldest_version": member.oldest_version,
-        "newest_version": int(member.policy_versions.max()),
-        "staleness": step - 1 - member.oldest_version,
-    }
+            member = group.trajectories[index]
+            yield {
+                "step": step,
+                "group": group.group_id,
+                "member": member.member,
+                **describe_trajectory(member, answer, decode),
+                "group_reward": float(group.rewards.mean()),
+                "oldest_version": member.oldest_version,
+                "newest_version": int(member.policy_versions.max()),
+                "staleness": step - 1 - member.oldest_version,
+            }
 
 
 def readable_answer(answer: str) -> object:
@@ -63,23 +52,30 @@ def readable_answer(answer: str) -> object:
     return columns.get("answer", columns)
 
 
-def decode_trajectory(
-    trajectory: Trajectory, decode: Callable[[np.ndarray], str]
-) -> dict[str, str | list]:
-    """Return the texts `prompt` and `response`, and the list `branches` if an agent's trajectory has some.
+def describe_trajectory(
+    trajectory: Trajectory, answer: str, decode: Callable[[np.ndarray], str]
+) -> dict:
+    """Return the texts `prompt` and `response`, the end and the reward, which is NaN for a failed one.
 
-    That of an environment of several turns also has `last_observation` and `turn_rewards`.
+    The right answer is there unless it is empty, and the list `branches` if an agent's trajectory has some. An
+    environment of several turns also has `last_observation` and `turn_rewards`.
     """
     mask = trajectory.loss_mask
     start = int(mask.argmax()) if mask.any() else len(mask)
     first, *branches = trajectory.segments
-    texts: dict[str, str | list] = {
+    described = {
         "prompt": decode(trajectory.tokens[:start]),
         "response": decode(trajectory.tokens[start : first.stop]),
+        "turns": trajectory.num_turns,
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
     }
+    if answer:
+        described["answer"] = readable_answer(answer)
     if branches:
-        texts["branches"] = [decode(trajectory.tokens[branch]) for branch in branches]
+        described["branches"] = [decode(trajectory.tokens[branch]) for branch in branches]
     if trajectory.turn_rewards:
-        texts["last_observation"] = trajectory.last_observation
-        texts["turn_rewards"] = list(trajectory.turn_rewards)
-    return texts
+        described["last_observation"] = trajectory.last_observation
+        described["turn_rewards"] = list(trajectory.turn_rewards)
+    return described
