@@ -3,7 +3,7 @@
 asyncrl/records.py lists the calls of a ticket and its trajectory. Places become free by `announce`, or if a group is
 dropped.
 
-Death: `on_message(None)` → `on_death` → `requeue_lost` → `issue_again` → the front of the queue.
+Death: `on_message(None)` → `on_death` → `issue_again` → the front of the queue.
 
 Cancellation: `Dispatcher.drop`, or a finished group → `_abort` → `Abort` → worker → an `aborted` trajectory →
 `SampleBuffer.count_aborted`. The ticket keeps its slot until the trajectory comes.
@@ -44,7 +44,7 @@ from asyncrl.messages import (
     Stopped,
     WeightsLoaded,
 )
-from asyncrl.records import Group, Ticket, Trajectory
+from asyncrl.records import Group, Trajectory
 from asyncrl.runlog.metrics import Mean, Measured, Sum
 from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
@@ -172,13 +172,10 @@ class Controller:
             self.journal.record_start(worker.index)
         # each goes to the front of the queue, so the oldest comes last
         for ticket in sorted(lost, key=lambda ticket: ticket.ticket_id, reverse=True):
-            self.requeue_lost(ticket, worker.counts_as_attempt)
-
-    def requeue_lost(self, ticket: Ticket, counts_as_attempt: bool) -> None:
-        """Issue a lost ticket again, before all other tickets, unless its group was dropped or has finished."""
-        if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
-            again = self.ticket_source.issue_again(ticket, counts_as_attempt)
-            self.dispatcher.enqueue([again], first=True)
+            # not if its group was dropped or has finished
+            if ticket.is_evaluation or self.buffer.is_unfinished(ticket.group_id):
+                again = self.ticket_source.issue_again(ticket, worker.counts_as_attempt)
+                self.dispatcher.enqueue([again], first=True)
 
     def _on_trajectory(self, trajectory: Trajectory) -> None:
         self.workers.have_worked = True

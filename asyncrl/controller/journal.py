@@ -69,7 +69,24 @@ class Journal:
     # Results of workers
 
     def record_trajectory(self, trajectory: Trajectory) -> None:
-        self.record_event("trajectory", **_summary(trajectory))
+        record = {
+            "ticket": trajectory.ticket_id,
+            "group": trajectory.group_id,
+            "member": trajectory.member,
+            "worker": trajectory.worker,
+            "started_at": trajectory.started_at,
+            "ended_at": trajectory.ended_at,
+            "turns": trajectory.turns,
+            "tokens": trajectory.num_generated,
+            "finish_reason": trajectory.finish_reason,
+            "reward": trajectory.reward,
+        }
+        if trajectory.num_generated:
+            versions = trajectory.policy_versions[trajectory.loss_mask]
+            record |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
+        if trajectory.failure:
+            record["failure"] = trajectory.failure
+        self.record_event("trajectory", **record)
 
     def record_loading(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
         """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
@@ -138,24 +155,3 @@ class Journal:
                 until=ledger.until / 1e9,
                 seconds=seconds(ledger.total),
             )
-
-
-def _summary(trajectory: Trajectory) -> dict:
-    record = {
-        "ticket": trajectory.ticket_id,
-        "group": trajectory.group_id,
-        "member": trajectory.member,
-        "worker": trajectory.worker,
-        "started_at": trajectory.started_at,
-        "ended_at": trajectory.ended_at,
-        "turns": trajectory.turns,
-        "tokens": trajectory.num_generated,
-        "finish_reason": trajectory.finish_reason,
-        "reward": trajectory.reward,
-    }
-    if trajectory.num_generated:
-        versions = trajectory.policy_versions[trajectory.loss_mask]
-        record |= {"oldest_version": int(versions.min()), "newest_version": int(versions.max())}
-    if trajectory.failure:
-        record["failure"] = trajectory.failure
-    return record

@@ -91,14 +91,11 @@ class TicketSource:
         MAX_DEATHS of workers.py limits the deaths.
         """
         self.state.last_ticket += 1
-        again = replace(ticket, ticket_id=self.state.last_ticket)
-        if not counts_as_attempt:
-            return again
-        attempt = ticket.attempt + 1
-        if attempt == 1:
-            return replace(again, attempt=attempt)
-        seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
-        return replace(again, attempt=attempt, seed=seed)
+        attempt = ticket.attempt + counts_as_attempt
+        seed = ticket.seed
+        if counts_as_attempt and attempt > 1:
+            seed = self._seed(ticket.group_id, ticket.member, ticket.min_version, attempt)
+        return replace(ticket, ticket_id=self.state.last_ticket, attempt=attempt, seed=seed)
 
     def continued(self, ticket: Ticket, partial: Completion) -> Ticket:
         """Make the ticket of a response that continues from its first part.

@@ -253,7 +253,13 @@ class Workers:
             raise WorkerDied(
                 f"{report}\nall {MAX_RESTARTS} restarts are used, and no response arrived between them"
             )
-        self._check_attempts(worker, report)
+        ticket = max(worker.awaited, key=lambda ticket: ticket.attempt, default=None)
+        if ticket is not None and ticket.attempt + 1 >= MAX_DEATHS:
+            raise WorkerDied(
+                f"{report}\n{MAX_DEATHS} workers died with one ticket (group {ticket.group_id}, "
+                f"member {ticket.member}, environment seed {ticket.environment_seed}); "
+                "see their logs, and begin a new run without its problem: a resume would end here again"
+            )
         self.num_restarts += 1
         if self.placement.workers[worker.index].shared_with_rank is not None:
             torch.cuda.empty_cache()  # the engine needs memory that the trainer's last step used
@@ -263,16 +269,6 @@ class Workers:
         )
         num_restarts = worker.num_restarts_since_ticket + 1
         self.by_index[worker.index] = self._start(worker.index, num_restarts)
-
-    def _check_attempts(self, worker: Worker, report: str) -> None:
-        """Raise WorkerDied if `worker` is the last that may die with one of its tickets."""
-        ticket = max(worker.awaited, key=lambda ticket: ticket.attempt, default=None)
-        if ticket is not None and ticket.attempt + 1 >= MAX_DEATHS:
-            raise WorkerDied(
-                f"{report}\n{MAX_DEATHS} workers died with one ticket (group {ticket.group_id}, "
-                f"member {ticket.member}, environment seed {ticket.environment_seed}); "
-                "see their logs, and begin a new run without its problem: a resume would end here again"
-            )
 
     def suspend(self) -> None:
         """Stop the sampling of all workers until the next update."""

@@ -84,17 +84,13 @@ class TimeLedger:
         """Leave the present state and enter `state` at `now`, not before `until`. The same state again continues."""
         now = unix_ns() if now is None else now
         if now > self.until:
-            self._add(now)
+            self.total[self.state] += now - self.until
+            start = self.until
+            if self._spans and self._spans[-1][0] == self.state:
+                _, start, _ = self._spans.pop()
+            self._spans.append((self.state, start, now))
+            self.until = now
         self.state = state
-
-    def _add(self, now: int) -> None:
-        """Add the time since `until` to the present state."""
-        self.total[self.state] += now - self.until
-        start = self.until
-        if self._spans and self._spans[-1][0] == self.state:
-            _, start, _ = self._spans.pop()
-        self._spans.append((self.state, start, now))
-        self.until = now
 
     def take(self, now: int | None = None) -> Account:
         """Return the account since the last one until `now`. The state continues."""
