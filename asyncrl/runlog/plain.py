@@ -4,7 +4,6 @@ Pickle would run code from a stranger or a changed file. An array is its dtype, 
 DTYPES.
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -45,7 +44,7 @@ def decode(kind: type, data: bytes) -> object:
     Raises ValueError if the bytes are no record of the type.
     """
     try:
-        return _make_decoder(kind).decode(data)
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_array)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # Lists nested in lists end in RecursionError.
         raise ValueError(f"a broken {getattr(kind, '__name__', kind)}: {error}") from None
@@ -73,8 +72,3 @@ def _to_array(kind: type, value: object) -> np.ndarray:
             if is_whole and (dtype != "|b1" or not data.translate(None, b"\0\1")):
                 return np.frombuffer(data, dtype).reshape(shape)
     raise ValueError("an array is dtype, shape and as many bytes as these have")
-
-
-@functools.cache
-def _make_decoder(kind: type) -> msgspec.msgpack.Decoder:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
