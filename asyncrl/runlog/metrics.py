@@ -159,6 +159,8 @@ def time_metrics(spent: Counter[str]) -> dict[str, float]:
         f"time/{name}_s": sum(spent[state] for state in states) / 1e9
         for name, states in phases.items()
     }
-    step_ns = spent.total()
-    shares = {state: spent[state] / step_ns for state in TRAINER_STATES if state != "starting"}
-    return times | {f"trainer_time/{state}": share for state, share in shares.items()}
+    return times | {
+        f"trainer_time/{state}": spent[state] / spent.total()
+        for state in TRAINER_STATES
+        if state != "starting"
+    }
