@@ -45,7 +45,7 @@ from asyncrl.messages import (
     WeightsLoaded,
 )
 from asyncrl.records import Group, Trajectory
-from asyncrl.runlog.metrics import Mean, Measured, Sum
+from asyncrl.runlog.metrics import Mean, Measured
 from asyncrl.runlog.time_ledger import TimeLedger
 from asyncrl.weights.transport import Announcement, Staged, Transport, Weights
 
@@ -458,7 +458,7 @@ class Controller:
             return {
                 **ledger_metrics(self.buffer.balance()),
                 **self.journal.take_metrics(),
-                "rollout/restarts": Sum(self.workers.num_restarts),
+                "rollout/restarts": self.workers.num_restarts,
                 "rollout/failed_groups": Mean(failures.num_failed_groups, failures.num_groups),
                 "rollout/failed_responses": Mean(failures.num_failed, failures.num_responses),
             }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from asyncrl.controller.workers import Worker
 from asyncrl.messages import ActivityReport, Probed, ProbedVersions, WeightsLoaded
 from asyncrl.records import Trajectory
-from asyncrl.runlog.metrics import Mean, Measured, Sum, merge
+from asyncrl.runlog.metrics import Mean, Measured, merge
 from asyncrl.runlog.time_ledger import WORKER_STATES, TimeLedger, seconds, unix_ns
 
 
@@ -97,7 +97,7 @@ class Journal:
                 "rollout/pause_s": Mean(message.pause_s, 1),
                 # APRIL's ratio (arXiv 2509.18521): tokens after the update, of all new tokens
                 "rollout/resumed_share": Mean(sampled.resumed, sampled.new),
-                "rollout/discarded_tokens": Sum(sampled.discarded),
+                "rollout/discarded_tokens": sampled.discarded,
             }
         )
         broadcast_s = time.monotonic() - made_at
@@ -126,7 +126,7 @@ class Journal:
         shares = {
             f"worker_time/{state}": Mean(spent[state], spent.total()) for state in WORKER_STATES
         }
-        return merge([{"rollout/discarded_tokens": Sum(0)}, shares, *measured])
+        return merge([{"rollout/discarded_tokens": 0}, shares, *measured])
 
     def take_time(self) -> Counter[str]:
         """Return the nanoseconds in each state that became known since the last call, summed over workers."""

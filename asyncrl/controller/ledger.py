@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from asyncrl.records import Trajectory
-from asyncrl.runlog.metrics import Comparison, Mean, Measured, Sum
+from asyncrl.runlog.metrics import Comparison, Mean, Measured
 
 DropReason = Literal["stale", "filtered", "failed", "surplus", "discarded", "late", "shut_out"]
 """`surplus`: no batch needs the group, or its group the member. `discarded`: an update or a resume starts them over.
@@ -101,8 +101,8 @@ def ledger_metrics(counts: Counter[str]) -> Measured:
     its tokens so far. So its length is too small, and the true difference of lengths is at most this metric. Responses
     without a token are left out, and so are missing rewards.
     """
-    measured: Measured = {f"ledger/{name}": Sum(counts[name]) for name in COUNTS}
-    measured["tokens/generated"] = Sum(counts["tokens_generated"])
+    measured: Measured = {f"ledger/{name}": counts[name] for name in COUNTS}
+    measured["tokens/generated"] = counts["tokens_generated"]
     for reason in DROP_REASONS:
         for name, quantity, compare in (
             ("length_ratio", "length", operator.truediv),

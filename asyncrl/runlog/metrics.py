@@ -75,18 +75,8 @@ class Max:
         return Max(max(self.value, other.value))
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A sum over all nodes."""
-
-    value: float
-
-    def __add__(self, other: "Sum") -> "Sum":
-        return Sum(self.value + other.value)
-
-
-Measured = dict[str, Mean | Comparison | Deviation | Max | Sum]
-"""Metrics of one node, by name."""
+Measured = dict[str, Mean | Comparison | Deviation | Max | float]
+"""Metrics of one node, by name. A plain number is summed over all nodes."""
 
 
 def merge(parts: Iterable[Measured]) -> Measured:
@@ -100,7 +90,7 @@ def merge(parts: Iterable[Measured]) -> Measured:
 
 def merge_nodes(nodes: Iterable[Measured]) -> dict[str, float]:
     """Return the metrics of all nodes together, without means that have no numbers."""
-    values = {name: measurement.value for name, measurement in merge(nodes).items()}
+    values = {name: getattr(part, "value", part) for name, part in merge(nodes).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -143,7 +133,7 @@ def batch_metrics(
     ):
         parts = [trajectory.reward_parts.get(name, 0.0) for trajectory in trajectories]
         # A node without this part does not know its name, so its trajectories are counted here.
-        metrics[f"reward/{name}"] = Sum(float(np.sum(parts)) / (len(parts) * num_nodes))
+        metrics[f"reward/{name}"] = float(np.sum(parts)) / (len(parts) * num_nodes)
     return metrics
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.controller.workers import Worker
 from asyncrl.records import Trajectory
-from asyncrl.runlog.metrics import Measured, Sum
+from asyncrl.runlog.metrics import Measured
 from extras.swarm.link import Link
 
 COUNTS = ("joins", "leaves", "late", "mb_sent", "mb_received")
@@ -133,4 +133,4 @@ class Members:
         metrics |= {name: self.counts[name] for name in COUNTS}
         metrics |= {"machines": len(hosts), "workers": self.num_workers}
         metrics["shut_out"] = len(self.shut_out)
-        return {f"swarm/{name}": Sum(value) for name, value in metrics.items()}
+        return {f"swarm/{name}": value for name, value in metrics.items()}

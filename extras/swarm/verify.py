@@ -32,7 +32,7 @@ from asyncrl.config import Config
 from asyncrl.engine.reward_pool import RewardPool
 from asyncrl.engine.rewards import load_scorer
 from asyncrl.records import GREEDY_GROUP, Ticket, Trajectory, slice_columns
-from asyncrl.runlog.metrics import Max, Measured, Sum
+from asyncrl.runlog.metrics import Max, Measured
 from asyncrl.trainer.model import compute_dtype
 from asyncrl.trainer.packing import TrainSequence
 from asyncrl.trainer.policy import Policy
@@ -175,7 +175,7 @@ class Verifier:
 
     def metrics(self) -> Measured:
         """Return the metrics `swarm/*` of checks since the start, on a leader."""
-        counts = {f"swarm/{name}": Sum(count) for name, count in self.counts.items()}
+        counts = {f"swarm/{name}": count for name, count in self.counts.items()}
         return counts | {"swarm/verify_diff_max": Max(self.largest)}
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Run:
         return {ticket_id for ticket_id, _ in self.trained}
 
     def metric(self, name):
-        return self.swarm.take_metrics()[f"swarm/{name}"].value
+        return self.swarm.take_metrics()[f"swarm/{name}"]
 
     def workers_of(self, name):
         """Numbers of the workers of hosts of a name, in order."""
