@@ -36,11 +36,10 @@ class ChangeableBy(enum.Enum):
     NODE = "one of several nodes, for itself"
     HOST = "a host that joined: no engine reads the option"
     REPLAY = "a replay of the run's batches"
-    EVALUATION = "an evaluation of a model, by scripts/evaluate.py"
     NOT_COPIED = "a replay, which begins with the default"
 
 
-RESUME, NODE, HOST, REPLAY, EVALUATION, NOT_COPIED = ChangeableBy
+RESUME, NODE, HOST, REPLAY, NOT_COPIED = ChangeableBy
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
 """Estimators that compare a response with others of its group only."""
@@ -270,7 +269,7 @@ class Config:
     top_logprobs: Annotated[int, Meta(ge=0, le=10**6)] = 0
     """Number K of likeliest tokens in the place of each sampled token. Their ids and log-probs are recorded, for
     centering and for your own loss."""
-    env_timeout_s: Annotated[Seconds, RESUME, EVALUATION] = 10.0
+    env_timeout_s: Annotated[Seconds, RESUME] = 10.0
     """Longest reset or step of an environment or scoring of one response, seconds; past it the trajectory failed. An
     agent may take as long between two calls. A problem of your own task that takes longer ends the run."""
     max_failed_share: Annotated[Share, RESUME, HOST] = 0.5
@@ -335,14 +334,14 @@ class Config:
     """What trainer and engine compute in. `auto` is bfloat16 on GPUs, which take no float32. On a CPU it measures a
     layer, and is bfloat16 if that is 1.2 times as fast as float32. float16 rounds 8 times less, and its loss is scaled
     (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
-    batch_invariant: Annotated[bool, EVALUATION, NOT_COPIED] = False
+    batch_invariant: Annotated[bool, NOT_COPIED] = False
     """Make the results for a request independent of other requests, by vLLM's slower kernels for GPUs
     (VLLM_BATCH_INVARIANT)."""
     compile: Annotated[bool | None, RESUME, HOST, REPLAY] = None
     """Compile each layer of the trainer with torch.compile: a minute at the start, rounding differs. Unset does so on
     GPUs."""
 
-    eval_problems: Annotated[int, Meta(ge=1, le=10**5), "Records and studies", EVALUATION] = 256
+    eval_problems: Annotated[int, Meta(ge=1, le=10**5), "Records and studies"] = 256
     """Held-out problems per evaluation, one sampled response each."""
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
@@ -378,24 +377,22 @@ class Config:
     """`offline` keeps the metrics for `wandb` in the directory of the run, until `wandb sync` sends them."""
 
     num_rollout_workers: Annotated[
-        Count | None, "Devices and hosts", RESUME, NODE, HOST, EVALUATION, NOT_COPIED
+        Count | None, "Devices and hosts", RESUME, NODE, HOST, NOT_COPIED
     ] = None
     """Rollout workers on this node. Unset takes one per rollout_tp GPUs without a trainer, and at least one. With 0
     only remote hosts sample (--listen)."""
-    rollout_tp: Annotated[AtLeastOne, RESUME, NODE, EVALUATION, NOT_COPIED] = 1
+    rollout_tp: Annotated[AtLeastOne, RESUME, NODE, NOT_COPIED] = 1
     """GPUs of one rollout worker, over which its engine splits every layer (tensor parallelism)."""
-    max_running_requests: Annotated[AtLeastOne, RESUME, NODE, EVALUATION] = 256
+    max_running_requests: Annotated[AtLeastOne, RESUME, NODE] = 256
     """Trajectories that one rollout worker samples at the same time."""
     weight_sync: Annotated[
-        Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, EVALUATION, NOT_COPIED
+        Literal["auto", "shm", "ipc", "nccl"], RESUME, NODE, HOST, NOT_COPIED
     ] = "auto"
     """Path of weights to rollout workers: host memory, CUDA IPC on a shared GPU, or NCCL between GPUs."""
     colocate: Annotated[Literal["share", "sleep"], RESUME, NOT_COPIED] = "share"
     """Memory of a GPU that trainer and engine share. `share` keeps both parts. `sleep` frees the engine's part while
     the trainer computes."""
-    gpu_memory_utilization: Annotated[
-        PositiveShare | None, RESUME, NODE, EVALUATION, NOT_COPIED
-    ] = None
+    gpu_memory_utilization: Annotated[PositiveShare | None, RESUME, NODE, NOT_COPIED] = None
     """Share of a GPU's memory for an engine. Unset computes it for a shared GPU, and is 0.9 for others."""
     replicas: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""

@@ -20,11 +20,9 @@ from asyncrl.cluster.processes import run_job
 from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import (
     OPTIONS,
-    ChangeableBy,
     Config,
     flag_of,
     nearest,
-    options_changeable_by,
     with_home_folder,
 )
 from asyncrl.controller.evaluation import Evaluation
@@ -38,7 +36,8 @@ from asyncrl.runlog.samples import describe_trajectory
 OF_EVALUATION = (
     "model", "task", "task_args", "reward", "data_path", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens",
     "temperature", "top_p", "top_k", "min_p", "seed", "timeout_s", "dtype", "tool_parser", "reasoning_parser",
-    *(option.name for option in options_changeable_by(ChangeableBy.EVALUATION)),
+    "env_timeout_s", "batch_invariant", "eval_problems", "num_rollout_workers", "rollout_tp", "max_running_requests",
+    "weight_sync", "gpu_memory_utilization",
 )  # fmt: skip
 """Options that say what is sampled, and where. An evaluation has the others by default."""
 
