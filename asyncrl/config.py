@@ -15,7 +15,6 @@ import operator
 import os
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -631,16 +630,9 @@ class Option:
         """Return the error for a value that is not allowed."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         limits = _limits_of(self.kind)
-        kind = get_args(_without_annotations(self.kind))[0] if self.is_list else self.kind
-        hint = nearest(
-            str(shown), limits.examples if limits else get_args(_without_annotations(kind))
-        )
-        return f"{self.flag} must be {allowed_values(self.kind, value)}, got {shown!r}{hint}"
-
-
-def _without_annotations(annotation: Any) -> Any:
-    """Return a type without its annotations."""
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        allowed = allowed_values(self.kind, value)
+        hint = nearest(str(shown), limits.examples if limits else allowed.split(" or "))
+        return f"{self.flag} must be {allowed}, got {shown!r}{hint}"
 
 
 @functools.cache
@@ -659,22 +651,20 @@ def options_of(
 
     A text among the annotations begins a section, and is its title.
     """
-    hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        hint = hints[field.name]
         path = prefix + field.name
-        metas = getattr(hint, "__metadata__", ())
+        metas = getattr(field.type, "__metadata__", ())
         section = next((meta for meta in metas if isinstance(meta, str)), section)
         allowed_changers = (
             *changeable_by,
             *(meta for meta in metas if isinstance(meta, ChangeableBy)),
         )
-        if dataclasses.is_dataclass(_without_annotations(hint)):
-            yield from options_of(_without_annotations(hint), f"{path}.", section, allowed_changers)
+        if dataclasses.is_dataclass(field.default):
+            yield from options_of(type(field.default), f"{path}.", section, allowed_changers)
         else:
             name = path.replace("advantage_options.", "advantage.")
             yield Option(
-                name, path, kind, section, hint, frozenset(allowed_changers), field.default
+                name, path, kind, section, field.type, frozenset(allowed_changers), field.default
             )
 
 
