@@ -87,15 +87,15 @@ def _task_class(name: str) -> type:
             f"--task {name} is a {type(task_class).__name__}; give a class with train_problem and eval_problems, an "
             f"environment, which is a subclass of gymnasium.Env, or for an agent --task agent:{name}"
         )
-    missing = [name for name in ("train_problem", "eval_problems") if not hasattr(task_class, name)]
-    if missing and not hasattr(task_class, "step"):
-        raise ValueError(
-            f"--task {name} has no method {missing[0]}; give it train_problem(index) and eval_problems(count)"
-        )
     if hasattr(task_class, "step"):
         raise ValueError(
             f"--task {name} has a method step, as environments have, and is no subclass of gymnasium.Env; make it one"
         )
+    for method in ("train_problem", "eval_problems"):
+        if not hasattr(task_class, method):
+            raise ValueError(
+                f"--task {name} has no method {method}; give it train_problem(index) and eval_problems(count)"
+            )
     return task_class
 
 

@@ -234,14 +234,14 @@ def errors_as_value_error(text: str, option: str = "--task") -> Iterator[None]:
 
 def _describe_error(error: BaseException, file: Path) -> str:
     """Return the file and line of an error, in the folder of a file, and its text, on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
+    places = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:  # missing for a file with a NUL byte
-        places.append((error.filename, error.lineno))
+        places.append(error)  # it has filename and lineno, as a frame
     where = file.name
-    for name, line in places:
-        if Path(name).is_relative_to(file.parent) and "site-packages" not in name:
-            where = f"{Path(name).name}, line {line}"
+    for place in places:
+        path = Path(place.filename)
+        if path.is_relative_to(file.parent) and "site-packages" not in path.parts:
+            where = f"{path.name}, line {place.lineno}"
     return f"{where}: {one_line(error)}"
 
 
