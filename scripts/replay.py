@@ -179,7 +179,7 @@ def train(recording: Recording, rank, policy, run) -> None:
             print_step(metrics, config.steps)
         if config.is_due(step, config.save_every):
             clock.enter("save")
-            save_weights(policy, str(run.checkpoint_path(step)) if run else "")
+            save_weights(policy, str(run.path / "checkpoints" / f"step_{step}") if run else "")
 
 
 def metrics_of(

@@ -252,7 +252,7 @@ class Checkpoints:
         """Write the weights of a step to the first node's folder, which other nodes may lack; collective."""
         begun = time.monotonic()
         is_first = self.rank.cluster.is_first
-        path = str(self.rank.run.checkpoint_path(step)) if is_first else ""
+        path = str(self.writer.folder / f"step_{step}") if is_first else ""
         save_weights(self.policy, path, self.writer.weights)
         with fail_together():
             if is_first:

@@ -89,7 +89,7 @@ class RunDirectory:
         The first node opens records of absent nodes, too. It only truncates them.
         """
         record_bytes = self._resume_point.record_bytes if self._resume_point else None
-        names = [self._own("events")]
+        names = [self._events]
         if self._is_first:
             # A resume has the names of all files.
             names += ["metrics", "samples", *(record_bytes or ())]
@@ -102,15 +102,16 @@ class RunDirectory:
             for name in dict.fromkeys(names)
             if (run_path / name).parent.exists()
         }
-        if not files[self._own("events")].lock():
+        if not files[self._events].lock():
             raise ValueError(
                 f"{self.path} is written by a run that has not ended; end that one first"
             )
         return files
 
-    def _own(self, name: str) -> str:
-        """Return the name in the run of a record file of this node."""
-        return name if self._is_first else f"{self.path.name}/{name}"
+    @property
+    def _events(self) -> str:
+        """Name in the run of this node's events."""
+        return "events" if self._is_first else f"{self.path.name}/events"
 
     def _check_run_id(self, run_id: str | None) -> str | None:
         """Return the id of the run that is resumed. Raises ValueError if the records are another run's."""
@@ -140,10 +141,6 @@ class RunDirectory:
         for file in self._files.values():
             file.truncate()
 
-    def checkpoint_path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint."""
-        return self.path / "checkpoints" / f"step_{step}"
-
     def record_bytes(self) -> dict[str, int]:
         """Return the length of each record file so far, by its name in the run."""
         return {name: file.size() for name, file in self._files.items()}
@@ -166,7 +163,7 @@ class RunDirectory:
 
     def record_event(self, event: str, **fields) -> None:
         """Append an event, stamped with the time."""
-        self._files[self._own("events")].append({"event": event, "time": time.time(), **fields})
+        self._files[self._events].append({"event": event, "time": time.time(), **fields})
 
     def log_sample(self, **fields) -> None:
         """Append a readable trajectory."""

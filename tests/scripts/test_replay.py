@@ -70,7 +70,7 @@ def replay_to_end(recording, name, *options):
     train(recording, rank, load(config, clock), rank.run)
     rank.run.close()
     metrics = runs.load(rank.run.path).metrics.filter(regex="^(?!time/|trainer_time/)")
-    return metrics, weights_sha256(rank.run.checkpoint_path(config.steps))
+    return metrics, weights_sha256(rank.run.path / "checkpoints" / f"step_{config.steps}")
 
 
 def train_by_hand(policy, steps):
