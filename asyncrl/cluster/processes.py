@@ -200,9 +200,9 @@ def keep_freed_memory() -> None:
 
     Each step frees and allocates the same tensors. Page faults would make a small step some percent longer.
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def run_on(pid: int, cores: Iterable[int]) -> None:

@@ -31,8 +31,9 @@ class Announcements:
         """Connect all engines that are up to the weight transport."""
         self.transport, self._are_connected = transport, True
         # on_ready connects a worker that is starting
-        for worker in filter(lambda worker: worker.is_up, self.workers):
-            worker.connect(transport)
+        for worker in self.workers:
+            if worker.is_up:
+                worker.connect(transport)
 
     def take_deferred(self) -> Announcement | None:
         """Return the weights that wait for an evaluation, if any, and forget them."""

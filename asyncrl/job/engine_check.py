@@ -43,8 +43,7 @@ class EngineCheck:
             problem = mismatch.describe(self._allowed, transport)
             if problem is None:
                 continue
-            is_banned = leader.controller.try_to_ban_host(mismatch.worker, problem)
-            if is_banned:
+            if leader.controller.try_to_ban_host(mismatch.worker, problem):
                 continue
             if mismatch.version == self._first_version:
                 end_above = SURELY_WRONG * self._allowed
@@ -82,8 +81,7 @@ class EngineCheck:
                 f"Every staleness is then recorded wrongly. Likely cause: --weight-sync {leader.placement.transport} "
                 "brings weights late, or only some of them; try another --weight-sync"
             )
-            is_banned = leader.controller.try_to_ban_host(worker, problem)
-            if not is_banned:
+            if not leader.controller.try_to_ban_host(worker, problem):
                 raise RuntimeError(problem)
 
     def finish(self) -> None:
