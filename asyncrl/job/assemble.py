@@ -256,13 +256,11 @@ def _with_dtype(rank: Rank, model_path: str, num_parameters: int) -> Config:
     from asyncrl.trainer.dtype import choose_dtype
     from asyncrl.trainer.families import read_config
 
-    choice = rank.config.dtype, ""
+    dtype = rank.config.dtype
     if rank.cluster.is_first:
-        choice = choose_dtype(rank.config.dtype, read_config(model_path), num_parameters)
-    dtype, line = rank.cluster.gather(choice)[0]
-    if rank.cluster.is_first:
+        dtype, line = choose_dtype(dtype, read_config(model_path), num_parameters)
         print(line, flush=True)
-    return replace(rank.config, dtype=dtype)
+    return replace(rank.config, dtype=rank.cluster.gather(dtype)[0])
 
 
 def _fit_memory(rank: Rank, config: Config, model_path: str) -> tuple[Config, Placement]:

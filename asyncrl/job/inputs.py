@@ -10,6 +10,7 @@ from asyncrl.engine.rewards import load_scorer
 from asyncrl.job.choices import try_choices
 from asyncrl.plugins import last_given
 from asyncrl.tasks import UserTask, encode, load_task
+from asyncrl.trainer.families import check_engine, longest_sequence, read_config
 from asyncrl.user_code import user_code_names
 from asyncrl.weights.models import load_tokenizer
 from data.problem import Task
@@ -34,8 +35,6 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
 
     Raises ValueError if a prompt does not fit, or the nodes have different prompts.
     """
-    from asyncrl.trainer.families import read_config
-
     held_out = []
     if config.eval_every and cluster.is_first:
         held_out = task.eval_problems(config.eval_problems)
@@ -55,8 +54,6 @@ def make_tickets(config: Config, cluster: Cluster, model_path: str, task: Task) 
 
 def check_model(config: Config, model_path: str, device: str) -> None:
     """Raise ValueError if the model would be trained wrongly, or an option does not fit it."""
-    from asyncrl.trainer.families import check_engine, longest_sequence, read_config
-
     model = read_config(model_path)
     for plugin in config.plugins:
         plugin.check(config, model)
@@ -77,8 +74,6 @@ def check_model(config: Config, model_path: str, device: str) -> None:
 
 def check_tokenizer(config: Config, model_path: str) -> None:
     """Raise ValueError if the model lacks a token of its tokenizer."""
-    from asyncrl.trainer.families import read_config
-
     vocab_size = read_config(model_path).vocab_size
     tokenizer = load_tokenizer(model_path)
     special = set(tokenizer.all_special_ids)
