@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncrl.cluster.cluster import gather_from_ranks
-from asyncrl.runlog.disk_files import flush, remove
+from asyncrl.runlog.disk_files import flush
 
 
 @contextlib.contextmanager
@@ -43,7 +43,8 @@ def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iter
             if is_first:
                 if Path(path).exists():
                     raise FileExistsError(f"{path} exists already")
-                remove(folder)  # left by a run that was killed here
+                if folder.exists():  # left by a run that was killed here
+                    shutil.rmtree(folder)
                 folder.mkdir(parents=True)
         yield folder
         with fail_together(group):
