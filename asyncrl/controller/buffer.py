@@ -147,7 +147,7 @@ class SampleBuffer:
     def admit(self, group_id: int, problem: int) -> int:
         """Give a place to a new group with a new id. Return the version that a worker needs to start it."""
         self.residents[group_id] = Resident(problem, self.admission_version)
-        self.ledger.counts["groups_issued"] += 1
+        self.ledger.issue()
         return self.admission_version
 
     def note_assignment(self, group_id: int, version: int) -> None:

@@ -33,6 +33,9 @@ class Ledger:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         """All counts. A resumed run continues from them."""
 
+    def issue(self) -> None:
+        self.counts["groups_issued"] += 1
+
     def generate(self, num_tokens: int, dropped: DropReason | None = None) -> None:
         """Count tokens that a worker returned. With a reason they are dropped at once."""
         self.counts["tokens_generated"] += num_tokens
