@@ -7,14 +7,12 @@ from copies in host memory. A failure of one rank is a failure of all.
 
 import concurrent.futures
 import datetime
-import itertools
 import json
 import os
 import shutil
 import threading
 import time
 import warnings
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint._hf_utils import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from asyncrl.cluster.stacks import dump_stacks
@@ -62,8 +59,6 @@ if TYPE_CHECKING:
 # Rank 0 alone reads the shards to make weights for people. torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
-SHARD_FILE_BYTES = 1 << 30
-"""Size at which a rank begins another file of shards, bytes."""
 VALUES = "values"
 """Name of the plain values of a training state: the bytes of their JSON."""
 
@@ -118,37 +113,30 @@ def make_state_copier(device: torch.device) -> DefaultStager:
 
 
 class ShardWriter(dcp.HuggingFaceStorageWriter):
-    """Writes files by safetensors' `save_file`, so that the rank trains meanwhile.
+    """Writes a rank's file by safetensors' `save_file`, which copies no tensor, so that the rank trains meanwhile.
 
     torch's own writer copies each file into one bytes object, and keeps Python's lock for a second per GB. The format
     is the same.
     """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of each file."""
-        numbers = plan.storage_data["fqn_to_index_mapping"]
-        shard_index = plan.storage_data["shard_index"]
-        results = []
-        for number, items in self._split_by_storage_plan(numbers, plan.items).items():
-            file = Path(self.path, _gen_file_name(number, max(numbers.values()), shard_index))
-            tensors = {
-                item.index.fqn: planner.resolve_data(item).detach().contiguous() for item in items
-            }
-            offsets = {
-                item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in items
-            }
-            metadata = {
-                CUSTOM_METADATA_KEY: json.dumps(offsets),
-                DCP_VERSION_KEY: str(HF_DCP_VERSION),
-                FORMAT_KEY: FORMAT_VALUE,
-            }
-            save_file(tensors, file, metadata)
-            flush(file)
-            results += [
-                WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in items
-            ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list]:
+        """Write this rank's part to its file. No results: for a file of each rank, torch reads none."""
+        file = Path(self.path, _gen_file_name(1, 1, plan.storage_data["shard_index"]))
+        tensors = {
+            item.index.fqn: planner.resolve_data(item).detach().contiguous() for item in plan.items
+        }
+        offsets = {
+            item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets} for item in plan.items
+        }
+        metadata = {
+            CUSTOM_METADATA_KEY: json.dumps(offsets),
+            DCP_VERSION_KEY: str(HF_DCP_VERSION),
+            FORMAT_KEY: FORMAT_VALUE,
+        }
+        save_file(tensors, file, metadata)
+        flush(file)
+        done: Future[list] = Future()
+        done.set_result([])
         return done
 
 
@@ -157,14 +145,7 @@ def write_shards(state: dict[str, Tensor], folder: Path | str, group: dist.Proce
 
     Raises OSError on all ranks, in one line, if it fails on one.
     """
-    num_ranks = dist.get_world_size(group)
-    # A DTensor's nbytes is global. A rank writes about 1/num_ranks of it.
-    ends = itertools.accumulate(tensor.nbytes // num_ranks for tensor in state.values())
-    # Rank 0 numbers the files of all ranks, from 1. Tensors that it lacks go to file 0.
-    file_numbers = defaultdict(
-        int, {name: 1 + end // SHARD_FILE_BYTES for name, end in zip(state, ends, strict=True)}
-    )
-    storage = ShardWriter(str(folder), file_numbers, save_distributed=True)
+    storage = ShardWriter(str(folder), save_distributed=True)
     try:
         dcp.save(state, storage_writer=storage, process_group=group)
     except CheckpointException as error:
