@@ -24,7 +24,7 @@ def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A group whose rewards are all equal, or that has one member, gets exactly 0.
     """
     centered, group, num_in_group = _center_on_group(rewards, group_ids)
-    variance = _sum_by_group(centered**2, group) / (num_in_group - 1).clamp(min=1)
+    variance = torch.bincount(group, centered**2) / (num_in_group - 1).clamp(min=1)
     return centered / (variance.sqrt()[group] + EPS)
 
 
@@ -82,8 +82,8 @@ def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     """Return R − group mean [S], the group index [S] int64 in 0 … K−1, and the members of each group [K]."""
     _check_finite(rewards)
     ids, group = torch.unique(group_ids, return_inverse=True)
-    num_in_group = _sum_by_group(torch.ones_like(rewards), group)
-    mean = _sum_by_group(rewards, group) / num_in_group
+    num_in_group = torch.bincount(group, torch.ones_like(rewards))
+    mean = torch.bincount(group, rewards) / num_in_group
     # The mean of equal rewards can be off by rounding (0.1 three times). A division by the std would enlarge that.
     lowest = rewards.new_zeros(len(ids)).scatter_reduce(
         0, group, rewards, "amin", include_self=False
@@ -93,8 +93,3 @@ def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor
     )
     centered = torch.where((lowest == highest)[group], 0.0, rewards - mean[group])
     return centered, group, num_in_group
-
-
-def _sum_by_group(values: Tensor, group: Tensor) -> Tensor:
-    """Sum values [S] over the members of each group, [K]."""
-    return values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)
