@@ -2,13 +2,13 @@
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from algos import advantages, kl
 from algos.inputs import LossInputs as LossInputs
+from algos.inputs import keywords_of
 
 _NAMES = (
     "reinforce", "grpo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "kimi", "icepop", "aipo",
@@ -39,8 +39,7 @@ def make_loss(name: str, arguments: Iterable[str] = ()) -> Callable:
     """
     if name not in LOSSES:
         raise ValueError(f"--algo must be one of {', '.join(LOSSES)}, got {name}")
-    _, *options = inspect.signature(LOSSES[name]).parameters.values()
-    kinds = {option.name: option.annotation for option in options if option.name != "update"}
+    kinds = {keyword.name: keyword.annotation for keyword in keywords_of(LOSSES[name])}
     values = {}
     for argument in arguments:
         key, _, text = argument.partition("=")

@@ -7,13 +7,14 @@ what would train nothing.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from msgspec import Meta
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 _FRESH = "where 1 is the ratio of a fresh token"
 
@@ -64,13 +65,11 @@ class LossInputs:
 
     def to(self, device: torch.device | str) -> "LossInputs":
         """Return a copy on `device`, without gradient."""
-        columns = {name: column.detach().to(device) for name, column in self.columns.items()}
-        return LossInputs(*(getattr(self, name).detach().to(device) for name in _NAMES), columns)
+        return LossInputs(**tree_map(lambda column: column.detach().to(device), vars(self)))
 
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
 """The loss of each token, [N], and detached statistics of tokens by name, [N] each."""
-_NAMES = [field.name for field in fields(LossInputs) if field.name != "columns"]
 
 
 def couples_tokens(loss: Callable) -> bool:
@@ -83,6 +82,12 @@ def couples_tokens(loss: Callable) -> bool:
     return "update" in inspect.signature(loss).parameters
 
 
+def keywords_of(loss: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a loss that `--algo-args` may set."""
+    _, *parameters = inspect.signature(loss, eval_str=True).parameters.values()
+    return [parameter for parameter in parameters if parameter.name != "update"]
+
+
 def needs_equal_advantages(loss: Callable) -> Callable:
     """Mark a loss that is right only where all tokens of a sequence have one advantage: no `--advantage gae`."""
     loss.needs_equal_advantages = True
@@ -91,16 +96,15 @@ def needs_equal_advantages(loss: Callable) -> Callable:
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
-    values = {name: torch.cat([getattr(part, name) for part in parts]) for name in _NAMES}
-    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+    values = tree_map(lambda *columns: torch.cat(columns), *map(vars, parts))
     counts = [int(part.sequence_ids.max()) + 1 if len(part.sequence_ids) else 0 for part in parts]
     firsts = torch.tensor([0, *counts]).cumsum(0).tolist()
     ids = [part.sequence_ids + first for part, first in zip(parts, firsts[:-1], strict=True)]
-    return LossInputs(**values | {"sequence_ids": torch.cat(ids)}, columns=columns)
+    return LossInputs(**values | {"sequence_ids": torch.cat(ids)})
 
 
 def gathered(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches of each rank, without gradient, on the device of the first."""
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, joined([part.to("cpu") for part in parts]))
+    dist.all_gather_object(of_ranks, joined(parts).to("cpu"))
     return joined(of_ranks).to(parts[0].logprobs.device)

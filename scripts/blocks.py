@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from algos import LOSSES
+from algos.inputs import keywords_of
 from asyncrl.config import OPTIONS, allowed_values
-from asyncrl.trainer.loss_choice import keywords_of
 from scripts.bench import gpu as gpu_bench
 from scripts.lines import ROOT, markdown, read
 

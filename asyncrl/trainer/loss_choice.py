@@ -11,7 +11,7 @@ from torch import Tensor
 
 from algos import LOSSES, LossInputs
 from algos.centering import centering_term
-from algos.inputs import couples_tokens
+from algos.inputs import couples_tokens, keywords_of
 from asyncrl import user_code
 from asyncrl.config import Config, allowed_values, read_arguments
 from asyncrl.records import DTYPES, TokenColumns
@@ -57,12 +57,6 @@ def choose_loss(config: Config) -> Callable:
             "another loss, as tis, or leave --centering out"
         )
     return bound
-
-
-def keywords_of(loss: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a loss that `--algo-args` may set."""
-    _, *parameters = inspect.signature(loss, eval_str=True).parameters.values()
-    return [parameter for parameter in parameters if parameter.name != "update"]
 
 
 def describe(algo: str) -> str:

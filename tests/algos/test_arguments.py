@@ -11,8 +11,9 @@ import torch
 from loss_inputs import VARIANTS, evaluate, gradient, random_inputs
 
 from algos import LOSSES
+from algos.inputs import keywords_of
 from asyncrl.config import Config
-from asyncrl.trainer.loss_choice import choose_loss, keywords_of, reads_sequences, try_loss
+from asyncrl.trainer.loss_choice import choose_loss, reads_sequences, try_loss
 
 EXTREMES = (
     "0", "1e-300", "1e-30", "1e-6", "0.5", "1", "1.0000001", "2", "1e6", "1e9", "1e30", "1e300", "-1",
