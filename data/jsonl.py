@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from data.problem import Problem
-from data.tables import RowTask, all_rows, load_splits
+from data.tables import RowTask, load_splits
 
 
 class Jsonl(RowTask):
@@ -35,7 +35,7 @@ class Jsonl(RowTask):
         self.template = json_object(template)
         splits = load_splits(data_path)
         if test:
-            splits["test"] = all_rows(load_splits(test))
+            splits["test"] = [row for rows in load_splits(test).values() for row in rows]
         read = functools.partial(read_row, column=prompt)
         super().__init__(seed, splits, read, source=data_path, held_out=held_out, shuffle=shuffle)
 

@@ -8,7 +8,6 @@ import codecs
 import csv
 import functools
 import glob
-import itertools
 import json
 import os
 import random
@@ -181,11 +180,6 @@ def hold_out(splits: dict[str, list[Problem]], share: float) -> tuple[list[Probl
     return [problem for problem in train if prompt_key(problem.prompt) not in held_out], test
 
 
-def all_rows(splits: dict[str, Rows]) -> Rows:
-    """The rows of all splits."""
-    return list(itertools.chain.from_iterable(splits.values()))
-
-
 @functools.lru_cache(maxsize=4)
 def shuffled(length: int, seed: str) -> tuple[int, ...]:
     """Positions of `length` problems in an order that depends on the seed only."""
@@ -210,13 +204,12 @@ def _read(path: Path) -> dict[str, list[dict]]:
 
     if path.is_file():
         return {"": _read_file(path)}
-    loaded = None
     if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         loaded = datasets.load_from_disk(str(path))
     elif (path / "README.md").exists() and "\nconfigs:" in (path / "README.md").read_text("utf-8"):
         # The card of a dataset assigns its files to splits.
         loaded = datasets.load_dataset(str(path))
-    if loaded is None:
+    else:
         return {str(file.relative_to(path)): _read_file(file) for file in _files(path)}
     parts = loaded if isinstance(loaded, dict) else {"": loaded}
     return {name: list(rows) for name, rows in parts.items()}
@@ -292,9 +285,9 @@ def _read_csv(file: Path) -> list[dict]:
         try:
             reader = csv.DictReader(lines, strict=True)
             names = reader.fieldnames or []
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"{file.name} has two columns {twice!r}; rename one of the two")
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{file.name} has two columns {name!r}; rename one of the two")
             rows = list(reader)
         except csv.Error as error:
             raise ValueError(f"{file.name}: {error}") from None
