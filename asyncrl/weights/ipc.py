@@ -28,7 +28,7 @@ class IpcTransport(BufferedTransport):
         self._packed.fill(parameters)
         return self._messages
 
-    def _message(self, chunk: range, payload: torch.Tensor) -> dict:
+    def _message(self, specs: list[ParameterSpec], payload: torch.Tensor) -> dict:
         import base64
         import pickle
 
@@ -36,7 +36,6 @@ class IpcTransport(BufferedTransport):
 
         _, handle = reduce_tensor(payload)
         handles = {str(torch.cuda.get_device_properties(payload.device).uuid): handle}
-        specs = self.specs[chunk.start : chunk.stop]
         return {
             **layout(specs),
             "tensor_sizes": [spec.num_bytes for spec in specs],

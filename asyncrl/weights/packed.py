@@ -8,15 +8,16 @@ CHUNK_BYTES = 1 << 29
 """A chunk ends with the parameter that exceeds this number of bytes."""
 
 
-def chunks_of(sizes: list[int], num_bytes: int) -> list[range]:
-    """Split a list of sizes into ranges, like vLLM's receiving end: a range ends when it has more than `num_bytes`."""
-    chunks, start, total = [], 0, 0
-    for i, size in enumerate(sizes):
-        total += size
+def chunks_of(specs: list[ParameterSpec], num_bytes: int) -> list[list[ParameterSpec]]:
+    """Split parameters into chunks, like vLLM's receiving end: a chunk ends when it has more than `num_bytes`."""
+    chunks, total = [[]], 0
+    for spec in specs:
         if total > num_bytes:
-            chunks.append(range(start, i + 1))
-            start, total = i + 1, 0
-    return chunks + [range(start, len(sizes))] * (start < len(sizes))
+            chunks.append([])
+            total = 0
+        chunks[-1].append(spec)
+        total += spec.num_bytes
+    return chunks
 
 
 class Packed:
@@ -24,13 +25,13 @@ class Packed:
 
     def __init__(self, specs: list[ParameterSpec], device: torch.device):
         """Allocate the tensor. Raises RuntimeError if the start of a parameter is not aligned for its dtype."""
-        sizes = [spec.num_bytes for spec in specs]
-        self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        self.payload = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.parameters = parameter_views(self.payload, specs, alignment=1)
         """Hugging Face name and view of each."""
-        self.chunks = chunks_of(sizes, CHUNK_BYTES)
+        self.chunks = chunks_of(specs, CHUNK_BYTES)
         self.chunk_payloads = self.payload.split(
-            [sum(sizes[i] for i in chunk) for chunk in self.chunks]
+            [sum(spec.num_bytes for spec in chunk) for chunk in self.chunks]
         )
 
     def fill(self, parameters: Weights) -> None:
