@@ -18,7 +18,7 @@ import torch
 
 from algos.inputs import LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio, is_past
+from algos.ratio import is_past
 
 
 def loss(
@@ -29,7 +29,7 @@ def loss(
     unified_mask: bool = False,
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
-    ratio = importance_ratio(inputs.log_ratio.detach())
+    ratio = inputs.ratio
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:
         is_cut = is_past(ratio, inputs.advantages, 1 - clip_low, 1 + clip_high)

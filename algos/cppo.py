@@ -27,7 +27,7 @@ from torch import Tensor
 
 from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Positive, Share
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio, places, prefix_sum, sequence_sum
+from algos.ratio import places, prefix_sum, sequence_sum
 
 
 def loss(
@@ -43,7 +43,7 @@ def loss(
 
     `delta` and `budget` are probabilities.
     """
-    log_ratio, ids = inputs.log_ratio.detach(), inputs.sequence_ids
+    ids = inputs.sequence_ids
     behavior = inputs.behavior_logprobs.exp()
     moved = inputs.logprobs.detach().exp() - behavior
     position_weight = 1 - (1 - weight_floor) * _progress(ids).to(moved.dtype)
@@ -54,7 +54,7 @@ def loss(
     earned = per_token * (prefix_sum(position_weight, ids) - position_weight)
     left = (delta + earned - (prefix_sum(spent, ids) - spent)).clamp(max=delta)
     is_out = (inputs.advantages * moved > 0) & (spent > left)
-    ratio = importance_ratio(log_ratio)
+    ratio = inputs.ratio
     weight = torch.where(is_out, 0.0, ratio.clamp(max=cap))
     return weighted_policy_gradient(inputs, weight, ratio)
 

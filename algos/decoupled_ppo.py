@@ -20,7 +20,6 @@ from typing import Literal
 
 from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
-from algos.ratio import importance_ratio
 
 
 def loss(
@@ -35,7 +34,6 @@ def loss(
 
     `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
-    stale = importance_ratio(inputs.log_staleness)
     return weighted_proximal_clip(
-        inputs, stale, clip_low, clip_high, high=behavior_weight_cap, beyond=action
+        inputs, inputs.log_staleness, clip_low, clip_high, high=behavior_weight_cap, beyond=action
     )

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from algos.inputs import Cap, LossInputs, LossOutput, NonNegative, Positive
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio, is_past
+from algos.ratio import is_past
 
 _DELTA = {"tv": 0.15, "kl": 0.05, "kl_max": 0.1}
 
@@ -64,7 +64,7 @@ def loss(
         if divergence == "kl_max":
             distance = distance.maximum(_binary_kl(logprobs, behavior_logprobs))
         moved = moved.sign() * distance
-    ratio = importance_ratio(logprobs - behavior_logprobs)
+    ratio = inputs.ratio
     away = inputs.advantages if sides == "away" else moved
     weight = torch.where(is_past(moved, away, -low, high), 0.0, ratio.clamp(max=cap))
     losses, stats = weighted_policy_gradient(inputs, weight, ratio)

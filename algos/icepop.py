@@ -22,7 +22,7 @@ from typing import Literal
 
 from algos.inputs import BelowOne, Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
-from algos.ratio import importance_ratio, sequence_mean
+from algos.ratio import sequence_mean
 
 
 def loss(
@@ -42,7 +42,6 @@ def loss(
     log_staleness = inputs.log_staleness
     if level == "sequence":
         log_staleness = sequence_mean(log_staleness, inputs.sequence_ids)
-    stale = importance_ratio(log_staleness)
     return weighted_proximal_clip(
-        inputs, stale, clip_low, clip_high, low=low, high=high, weighs=weighs
+        inputs, log_staleness, clip_low, clip_high, low=low, high=high, weighs=weighs
     )

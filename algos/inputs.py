@@ -16,6 +16,8 @@ from msgspec import Meta
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from algos.ratio import importance_ratio
+
 _FRESH = "where 1 is the ratio of a fresh token"
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -57,6 +59,11 @@ class LossInputs:
     def log_ratio(self) -> Tensor:
         """log π(t) − log π_behavior(t), [N] nats: how far the policy has moved; carries gradient."""
         return self.logprobs - self.behavior_logprobs
+
+    @property
+    def ratio(self) -> Tensor:
+        """π(t)/π_behavior(t), [N], from a clamped log-ratio (importance_ratio); without gradient."""
+        return importance_ratio(self.log_ratio.detach())
 
     @property
     def log_staleness(self) -> Tensor:

@@ -31,8 +31,7 @@ def loss(inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NonNegative = 
     log_ratio = inputs.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     product = importance_ratio(log_ratio + _least_before(log_ratio, inputs.sequence_ids))
     weight = product.clamp(1 - clip_low, 1 + clip_high)
-    ratio = importance_ratio(log_ratio)
-    return weighted_policy_gradient(inputs, weight, ratio, clipped=weight != product)
+    return weighted_policy_gradient(inputs, weight, inputs.ratio, clipped=weight != product)
 
 
 def _least_before(log_ratio: Tensor, sequence_ids: Tensor) -> Tensor:

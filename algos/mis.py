@@ -41,7 +41,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (left out, or capped)."""
     log_ratio = inputs.log_ratio.detach()
-    ratio = judged = weight = importance_ratio(log_ratio)
+    ratio = judged = weight = inputs.ratio
     if level == "sequence":
         judged = weight = importance_ratio(sequence_sum(log_ratio, inputs.sequence_ids))
     elif level == "geometric":

@@ -24,7 +24,7 @@ def weighted_policy_gradient(
 
 def weighted_proximal_clip(
     inputs: LossInputs,
-    stale: Tensor,
+    log_staleness: Tensor,
     *clips: float | None,
     low: float = 0.0,
     high: float,
@@ -33,11 +33,12 @@ def weighted_proximal_clip(
 ) -> LossOutput:
     """Return −w·(PPO's clipped objective of u = π(t)/π_proximal(t)), [N], and the stats [N].
 
-    `clips` are clip_low, clip_high and dual_clip of `clipped_objective`. `stale` [N] is the ratio of staleness, without
-    gradient. If low ≤ stale ≤ high, w is `stale`, or 1 unless it `weighs`. Beyond, w is 0 with "mask" and `high` with
-    "truncate". The stats are proximal_ratio (u), weight (w) and clipped. A token is clipped if the clip cuts its
-    gradient to 0, or if `stale` is outside.
+    `clips` are clip_low, clip_high and dual_clip of `clipped_objective`. `log_staleness` [N] nats, without gradient, is
+    the logarithm of a ratio, k. If low ≤ k ≤ high, w is k, or 1 unless it `weighs`. Beyond, w is 0 with "mask" and
+    `high` with "truncate". The stats are proximal_ratio (u), weight (w) and clipped. A token is clipped if the clip
+    cuts its gradient to 0, or if k is outside.
     """
+    stale = importance_ratio(log_staleness)
     outside = (stale < low) | (stale > high)
     weight = torch.where(
         outside, 0.0 if beyond == "mask" else high, stale if weighs else torch.ones_like(stale)

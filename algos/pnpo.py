@@ -40,4 +40,4 @@ def loss(inputs: LossInputs, *, log_low: Positive = 0.2, log_high: Positive = 0.
     widening = (sequence_sum(torch.ones_like(counts), ids) / counts).sqrt()
     is_out = (mean < -log_low * widening) | (mean > log_high * widening)
     weight = torch.where(is_out, 0.0, importance_ratio(mean))
-    return weighted_policy_gradient(inputs, weight, importance_ratio(log_ratio), clipped=is_out)
+    return weighted_policy_gradient(inputs, weight, inputs.ratio, clipped=is_out)

@@ -13,10 +13,9 @@ The TIS of verl, NeMo RL, SkyRL and slime is a PPO clip times a truncated weight
 
 from algos.inputs import Cap, LossInputs, LossOutput, Share
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
-    ratio = importance_ratio(inputs.log_ratio.detach())
+    ratio = inputs.ratio
     return weighted_policy_gradient(inputs, ratio.clamp(clip_low, clip_high), ratio)

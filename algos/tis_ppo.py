@@ -24,7 +24,7 @@ from typing import Literal
 
 from algos.inputs import AboveOne, Cap, LossInputs, LossOutput, NonNegative, Share
 from algos.objectives import weighted_proximal_clip
-from algos.ratio import importance_ratio, sequence_sum
+from algos.ratio import sequence_sum
 
 
 def loss(
@@ -43,7 +43,6 @@ def loss(
     log_staleness = inputs.log_staleness
     if level == "sequence":
         log_staleness = sequence_sum(log_staleness, inputs.sequence_ids)
-    stale = importance_ratio(log_staleness)
     return weighted_proximal_clip(
-        inputs, stale, clip_low, clip_high, dual_clip, high=cap, beyond="truncate"
+        inputs, log_staleness, clip_low, clip_high, dual_clip, high=cap, beyond="truncate"
     )

@@ -15,14 +15,13 @@ import torch
 
 from algos.inputs import LossInputs, LossOutput, NonNegative
 from algos.objectives import weighted_policy_gradient
-from algos.ratio import importance_ratio
 
 
 def loss(
     inputs: LossInputs, *, positive_weight: NonNegative = 1.0, negative_weight: NonNegative = 1.0
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where a ratio is cut)."""
-    ratio = importance_ratio(inputs.log_ratio.detach())
+    ratio = inputs.ratio
     is_good = inputs.rewards > 0
     weight = torch.where(is_good, positive_weight, negative_weight * ratio.clamp(0, 1))
     return weighted_policy_gradient(inputs, weight, ratio, clipped=~is_good & (ratio > 1))
