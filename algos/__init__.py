@@ -29,7 +29,12 @@ ADVANTAGES: dict[str, Callable] = {
     "gae": advantages.reward_itself,
 }
 
-KL_ESTIMATORS = kl.ESTIMATORS
+KL_ESTIMATORS: dict[str, Callable] = {
+    "k1": kl.k1,
+    "k2": kl.k2,
+    "k3": kl.k3,
+    "unbiased": kl.unbiased,
+}
 
 
 def make_loss(name: str, arguments: Iterable[str] = ()) -> Callable:

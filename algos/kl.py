@@ -1,6 +1,7 @@
 """KL(π ‖ π_ref) from sampled tokens, as a term that any loss can add with weight `kl_coef`.
 
-With x_t = log π_ref(t) − log π(t), each per token and in nats:
+Each estimator takes logprobs, ref_logprobs and behavior_logprobs, [N] nats, and returns the term [N]. Only logprobs
+carries gradient. With x_t = log π_ref(t) − log π(t), each per token and in nats:
 
     k1       = −x                           value unbiased; its gradient is useless, see below
     k2       = x²/2                         value biased; gradient unbiased on fresh tokens
@@ -15,8 +16,6 @@ k1, k2, k3: Schulman, «Approximating KL divergence», 2020; their gradients: Ta
 GRPO's, arXiv 2402.03300, eq. 4; unbiased: DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
 Differs from the paper: r is against the engine's own log-prob, where DeepSeek-V3.2 has its old policy.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,12 +44,3 @@ def unbiased(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) 
     # r·(e^x − 1 − x), multiplied out: if π nearly excludes a token, r is 0 and e^x infinite.
     ratio = torch.exp(logprobs - behavior_logprobs)
     return torch.exp(ref_logprobs - behavior_logprobs) - ratio * (1 + ref_logprobs - logprobs)
-
-
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "unbiased": unbiased,
-}
-"""(logprobs, ref_logprobs, behavior_logprobs), each [N] nats, to the term [N]; only logprobs carries gradient."""
