@@ -114,12 +114,6 @@ class Cluster:
                 action="get their model",
             )
 
-    def max_over_ranks(self, counts: list[int]) -> list[int]:
-        """Return the maximum of each count over all ranks; collective over ranks."""
-        largest = torch.tensor(counts)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.tolist()
-
 
 def on_first_rank(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0. Return its result on all ranks; collective.
@@ -137,6 +131,13 @@ def on_first_rank(function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def max_over_ranks(counts: list[int]) -> list[int]:
+    """Return the maximum of each count over all ranks; collective."""
+    largest = torch.tensor(counts)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def gather_from_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
-from asyncrl.cluster.cluster import on_first_rank
+from asyncrl.cluster.cluster import max_over_ranks, on_first_rank
 from asyncrl.cluster.processes import (
     STOP_SIGNALS,
     CannotContinue,
@@ -100,7 +100,7 @@ class Checkpoints:
         """Return the folder of checkpoints, and whether all nodes share it; collective."""
         cluster = self.rank.cluster
         run = Path(self.rank.config.runs_dir) / on_first_rank(lambda: self.rank.run.path.name)
-        (is_elsewhere,) = cluster.max_over_ranks([not (run / "run.json").exists()])
+        (is_elsewhere,) = max_over_ranks([not (run / "run.json").exists()])
         if is_elsewhere and cluster.is_first and self.rank.config.save == "all":
             print(
                 f"warning: not all nodes have {run}: checkpoints will have the weights, and nothing to --resume from; "
@@ -118,7 +118,7 @@ class Checkpoints:
     def __exit__(self, kind, error, traceback) -> None:
         try:
             if isinstance(error, NobodySamples):
-                self._stop(*self.rank.cluster.max_over_ranks([self._signal_number]))
+                self._stop(*max_over_ranks([self._signal_number]))
             elif isinstance(error, CannotContinue):
                 self._save_before_end(error)
             elif error is None:
@@ -165,7 +165,7 @@ class Checkpoints:
         self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
         is_due = config.save_every is not None and config.is_due(step, config.save_every)
         own_reasons = [int(is_due), self._signal_number, int(self._is_out_of_time())]
-        is_due, signal_number, is_late = self.rank.cluster.max_over_ranks(own_reasons)
+        is_due, signal_number, is_late = max_over_ranks(own_reasons)
         self._last_step = step, publisher
         self._has_begun_save = False
         if is_due or signal_number or is_late:

@@ -36,8 +36,8 @@ class TokenStats:
         """[buckets] float64 by name, on the tokens' device: only `reduce` waits for a GPU. NUM_TRAINED is a count."""
         self._log_ratios: list[Tensor] = []
         """Log-ratios of each micro-batch, [N] float32 nats."""
-        self._sequence_log_ratios: list[Tensor] = []
-        """Their sums over sequences, [S] float32 nats."""
+        self.sequence_log_ratios: list[Tensor] = []
+        """Their sums over the sequences of each micro-batch, [S] float32 nats."""
 
     def add_scores(
         self, batch: MicroBatch, scores: TokenScores, loss_stats: dict[str, Tensor]
@@ -62,7 +62,7 @@ class TokenStats:
         self.add(loss_stats | stats, batch.lags)  # `loss/ratio` is always that of tokens
         sums = log_ratios.new_zeros(batch.num_sequences)
         self._log_ratios.append(log_ratios)
-        self._sequence_log_ratios.append(sums.index_add(0, batch.sequence_ids, log_ratios))
+        self.sequence_log_ratios.append(sums.index_add(0, batch.sequence_ids, log_ratios))
 
         def add_slopes(slopes: Tensor) -> None:
             squares = (slopes / dist.get_world_size()).double() ** 2
@@ -70,18 +70,13 @@ class TokenStats:
 
         scores.logprobs.register_hook(add_slopes)
 
-    @property
-    def num_added(self) -> int:
-        """Number of micro-batches added."""
-        return len(self._sequence_log_ratios)
-
     def sequence_ess(self, since: int) -> float:
         """Return the effective sample size, 0–1, of the sequences' ratios; collective.
 
         It leaves out the first `since` micro-batches.
         """
         return _effective_sample_size(
-            _joined(gather_from_ranks(_joined(self._sequence_log_ratios[since:])))
+            _joined(gather_from_ranks(_joined(self.sequence_log_ratios[since:])))
         )
 
     def add(self, stats: dict[str, Tensor], lags: Tensor) -> None:
@@ -113,7 +108,7 @@ class TokenStats:
         """
         sums = {name: total.cpu().numpy() for name, total in self._sums.items()}
         ranks = gather_from_ranks(
-            (sums, _joined(self._log_ratios), _joined(self._sequence_log_ratios))
+            (sums, _joined(self._log_ratios), _joined(self.sequence_log_ratios))
         )
         sums_of_ranks, log_ratios, sequence_log_ratios = zip(*ranks, strict=True)
         totals = Counter()
@@ -145,23 +140,28 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
 def staleness_metrics(share: RankShare, policy_version: int) -> dict[str, float]:
     """Return the number and staleness of the trajectories of a step, over all ranks; collective.
 
-    `samples` counts trajectories, once for all epochs. `staleness/mean` and `max` are over trajectories, `token_mean`
-    is over tokens, all in steps behind `policy_version`. They are absent if there is no trajectory.
+    `tokens/forward` counts the tokens of one pass over the step. `samples` counts trajectories, once for all epochs.
+    `staleness/mean` and `max` are over trajectories, `token_mean` is over tokens, all in steps behind `policy_version`.
+    They are absent if there is no trajectory.
     """
-    bundles = itertools.chain(*itertools.chain(*share))
+    bundles = list(itertools.chain(*itertools.chain(*share)))
+    num_read = sum(bundle.num_tokens for bundle in bundles)
     sequences = [sequence for bundle in bundles for sequence in bundle.sequences]
     oldest = [s.oldest_version for s in sequences if s.oldest_version is not None]
     versions = [s.policy_versions[s.loss_mask] for s in sequences]
-    ranks = gather_from_ranks((oldest, np.concatenate([np.zeros(0, np.int32), *versions])))
-    staleness, lags = (policy_version - np.concatenate(parts) for parts in zip(*ranks, strict=True))
-    if not len(staleness):
-        return {"samples": 0}
-    return {
-        "samples": len(staleness),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": int(staleness.max()),
-        "staleness/token_mean": float(lags.mean()),
-    }
+    ranks = gather_from_ranks(
+        (num_read, oldest, np.concatenate([np.zeros(0, np.int32), *versions]))
+    )
+    nums_read, *parts = zip(*ranks, strict=True)
+    staleness, lags = (policy_version - np.concatenate(part) for part in parts)
+    metrics = {"tokens/forward": float(sum(nums_read)), "samples": len(staleness)}
+    if len(staleness):
+        metrics |= {
+            "staleness/mean": float(staleness.mean()),
+            "staleness/max": int(staleness.max()),
+            "staleness/token_mean": float(lags.mean()),
+        }
+    return metrics
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

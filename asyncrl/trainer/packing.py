@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from asyncrl.cluster.cluster import max_over_ranks
 from asyncrl.records import TokenColumns, slice_columns, spread_columns
 
 ATTENTION_BLOCK = 128
@@ -127,13 +128,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        moved = {
-            name: value.to(device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        return replace(self, columns=columns, **moved)
+        return replace(self, **tree_map_only(Tensor, lambda tensor: tensor.to(device), vars(self)))
 
 
 def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]:
@@ -158,20 +153,13 @@ def first_fit_decreasing(lengths: list[int], capacity: float) -> list[list[int]]
     return bins
 
 
-def tokens_read(share: RankShare) -> Tensor:
-    """Count the tokens in one pass over a rank's share of a step, [] float64."""
-    bundles = [bundle for minibatch in share for microbatch in minibatch for bundle in microbatch]
-    return torch.tensor(sum(bundle.num_tokens for bundle in bundles), dtype=torch.float64)
-
-
 def with_equal_counts(share: RankShare) -> RankShare:
     """Add empty micro-batches to [minibatch][micro-batch] → bundles, so that all ranks have equally many; collective.
 
     FSDP's collectives need the same number on all ranks.
     """
-    counts = torch.tensor([len(minibatch) for minibatch in share])
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    empty = [[] for _ in range(int(counts.max()))]
+    counts = max_over_ranks([len(minibatch) for minibatch in share])
+    empty = [[] for _ in range(max(counts))]
     return [(minibatch + empty)[:count] for minibatch, count in zip(share, counts, strict=True)]
 
 

@@ -41,7 +41,6 @@ from asyncrl.trainer.packing import (
     RankShare,
     TrainSequence,
     pack,
-    tokens_read,
     with_equal_counts,
 )
 from asyncrl.trainer.sampling import Sampling
@@ -110,15 +109,14 @@ class Policy(WholeWeights):
 
         Returns metrics by their names in the log, equal on all ranks. `loss/total`, `grad_norm` (before clipping) and
         `changed_weights` (share of weights that an update changes in bfloat16) are means over the updates. `loss/lr` is
-        that of the last update. `tokens/forward` counts the tokens of one pass over the step. staleness_metrics,
-        TokenStats, the plugins and estimate_step (with a value head) add the rest.
+        that of the last update. staleness_metrics, TokenStats, the plugins and estimate_step (with a value head) add
+        the rest.
         Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
         and for a token of a newer version than `policy_version`.
         """
         self.clock.enter("forward_backward")
         order = self._order(len(share), policy_version)
         metrics = staleness_metrics(share, policy_version)
-        metrics["tokens/forward"] = float(self.sum_over_ranks(tokens_read(share)))
         has_proximal = len(order) > 1 and self.config.proximal == "recompute"
         microbatches = [
             [
@@ -244,7 +242,7 @@ class Policy(WholeWeights):
             )
         all_tokens = self._all_tokens(microbatches, progress) if couples_tokens(self.loss) else None
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        num_added_before = stats.num_added
+        num_added_before = len(stats.sequence_log_ratios)
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
             set_exchange(self.module, self.config.save_memory, is_last)
@@ -317,11 +315,12 @@ class Policy(WholeWeights):
     @torch.no_grad()
     def _all_tokens(self, microbatches: list[MicroBatch], progress: float) -> LossInputs:
         """Return the inputs of all trained tokens of an update, on all ranks; collective."""
-        parts = []
-        for microbatch in microbatches:
-            logprobs = self.forward(self.module, microbatch).logprobs
-            parts.append(_loss_inputs(microbatch, logprobs, progress))
-        return gathered(parts)
+        return gathered(
+            [
+                _loss_inputs(batch, self.forward(self.module, batch).logprobs, progress)
+                for batch in microbatches
+            ]
+        )
 
     def _step(self, loss: float, lr: float) -> dict[str, float]:
         """Clip the gradient and step the optimizer. Raises NotFinite before this update changes a weight."""

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+from asyncrl.cluster.cluster import max_over_ranks
 from asyncrl.config import Rule
 from asyncrl.job.node import Follower, Leader, NobodySamples
 from asyncrl.job.publisher import Publisher
@@ -52,7 +53,7 @@ class SwarmRank:
             with self.wait_together():
                 if self.cluster.is_leader:
                     has_batch = bool(self.controller.wait_for_batch())
-            if self.cluster.max_over_ranks([int(not has_batch)]) == [1]:
+            if max_over_ranks([int(not has_batch)]) == [1]:
                 raise NobodySamples
             publisher.check_engines(step)
             is_believed = self._believes(publisher.policy, step - 1)
@@ -86,7 +87,7 @@ class SwarmRank:
         if swarm is not None:
             swarm.verified = self._verifier.metrics() if self.config.swarm.verify_share else {}
             is_refused = self.controller.refuse_batch(swarm.members.disbelieved)
-        return self.cluster.max_over_ranks([int(is_refused)]) == [0]
+        return max_over_ranks([int(is_refused)]) == [0]
 
     def _count_workers(self) -> None:
         """Share the number of workers of each node; collective on leaders."""

@@ -201,9 +201,10 @@ def test_what_a_step_trains_on_is_counted_by_trajectory_also_what_the_loop_mixes
         tokens = [v for t in members for v in t.policy_versions.tolist() if v >= 0]
         staleness = [STEP - 1 - t.oldest_version for t in members]
         assert staleness_metrics(share_batch(batch, STEP, policy, Cluster()), STEP - 1) == {
+            "tokens/forward": sum(len(t.tokens) for t in members),
             "samples": len(members),
             "staleness/mean": pytest.approx(np.mean(staleness)),
             "staleness/max": max(staleness),
             "staleness/token_mean": pytest.approx(STEP - 1 - np.mean(tokens)),
         }
-    assert staleness_metrics([], 3) == {"samples": 0}
+    assert staleness_metrics([], 3) == {"tokens/forward": 0, "samples": 0}
