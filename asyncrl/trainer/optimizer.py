@@ -122,10 +122,22 @@ def learning_rate(
     return lr * math.sqrt(sequence_ess)
 
 
-def optimizer_arguments(config: Config) -> dict[str, Any]:
-    """Return the optimizer's arguments, from `--lr` and `--optim.args`. Its betas are called beta1, beta2 and so on.
+def parameter_groups(
+    config: Config, model: nn.Module, head: nn.Module | None
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: the trained weights, and the value head, if any, with another learning rate."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained, "lr": config.lr}]
+    if head is not None:
+        head_lr = config.lr * config.advantage_options.value_lr
+        groups.append({"params": list(head.parameters()), "lr": head_lr})
+    return groups
 
-    Raises ValueError, in one line, for an unknown argument.
+
+def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
+    """Make the optimizer of --optimizer, with its arguments from `--lr` and `--optim.args`. Betas are beta1, beta2 …
+
+    Raises ValueError, in one line, for an unknown argument, and if the optimizer refuses its arguments.
     """
     make = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)
     with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
@@ -147,26 +159,8 @@ def optimizer_arguments(config: Config) -> dict[str, Any]:
         arguments["betas"] = tuple(arguments.pop(beta.name, beta.default) for beta in betas)
     if "lr" in defaults:
         arguments["lr"] = config.lr
-    return arguments
-
-
-def parameter_groups(
-    config: Config, model: nn.Module, head: nn.Module | None
-) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: the trained weights, and the value head, if any, with another learning rate."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": trained, "lr": config.lr}]
-    if head is not None:
-        head_lr = config.lr * config.advantage_options.value_lr
-        groups.append({"params": list(head.parameters()), "lr": head_lr})
-    return groups
-
-
-def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
-    """Make the optimizer of --optimizer. Raises ValueError, in one line, if it refuses its arguments."""
-    arguments = optimizer_arguments(config)
     with user_code.errors_as_value_error(config.optimizer, "--optimizer"):
-        optimizer = user_code.load(config.optimizer, "--optimizer", OPTIMIZERS)(groups, **arguments)
+        optimizer = make(groups, **arguments)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"it made a {type(optimizer).__name__}; give a function that makes a torch.optim.Optimizer"
