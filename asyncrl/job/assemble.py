@@ -45,7 +45,7 @@ from asyncrl.job.resume import (
 from asyncrl.plugins import last_given
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.runlog.time_ledger import TimeLedger
-from asyncrl.trainer.advantage_choice import choose_estimator
+from asyncrl.trainer.advantage_choice import try_estimator
 from asyncrl.trainer.loss_choice import choose_loss
 from asyncrl.trainer.optimizer import choose_lr
 from asyncrl.user_code import user_code_names
@@ -63,7 +63,7 @@ def start_rank(config: Config, trains: bool = True) -> Iterator[Rank]:
     config.checked()
     # A mistake ends the run before anything is made.
     choose_loss(config)
-    choose_estimator(config)
+    try_estimator(config)
     on_end = ExitStack()
     clock = TimeLedger()
     try:

@@ -1,7 +1,6 @@
-"""Loads the advantage estimator of --advantage, and tries it on four responses before a run starts."""
+"""Calls the advantage estimator of --advantage, and tries it on four responses before a run starts."""
 
 import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,37 +9,30 @@ from algos import ADVANTAGES
 from asyncrl import user_code
 from asyncrl.config import Config
 
-Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-
-def choose_estimator(config: Config) -> Estimator:
-    """Return the estimator of a run: from rewards [S] float64, group_ids [S] and staleness [S] int64 to advantages [S].
+def estimate(config: Config, rewards: Tensor, group_ids: Tensor, staleness: Tensor) -> Tensor:
+    """Return the advantages [S] of responses with rewards [S] float64, group_ids [S] and staleness [S] int64.
 
     A function gets the arguments that it names. The staleness of a response is that of its oldest token.
-    Raises ValueError, in one line, for a missing function and for one that names other arguments. A call raises it for
-    a function that fails, and for advantages that are not finite, or too few or many.
+    Raises ValueError, in one line, for a missing function, for one that names other arguments or fails, and for
+    advantages that are not finite, or too few or many.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)
+    columns = {"rewards": rewards, "group_ids": group_ids, "staleness": staleness}
     with user_code.errors_as_value_error(config.advantage, "--advantage"):
         names = list(inspect.signature(function).parameters)
-        if set(names) - {"rewards", "group_ids", "staleness"}:
+        if set(names) - columns.keys():
             raise TypeError(f"it takes {', '.join(names)}; name rewards, group_ids or staleness")
-
-    def estimate(rewards: Tensor, group_ids: Tensor, staleness: Tensor) -> Tensor:
-        columns = {"rewards": rewards, "group_ids": group_ids, "staleness": staleness}
-        with user_code.errors_as_value_error(config.advantage, "--advantage"):
-            advantages = function(**{name: columns[name] for name in names})
-            is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
-            if not is_one_each or not advantages.isfinite().all():
-                raise TypeError(
-                    f"give a finite tensor [{len(rewards)}] for as many responses; it gave {advantages}"
-                )
-        return advantages
-
-    return estimate
+        advantages = function(**{name: columns[name] for name in names})
+        is_one_each = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
+        if not is_one_each or not advantages.isfinite().all():
+            raise TypeError(
+                f"give a finite tensor [{len(rewards)}] for as many responses; it gave {advantages}"
+            )
+    return advantages
 
 
 def try_estimator(config: Config) -> None:
-    """Estimate the advantages of four responses. Raises ValueError as choose_estimator and its estimator do."""
+    """Estimate the advantages of four responses. Raises ValueError as `estimate` does."""
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    choose_estimator(config)(rewards, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 2]))
+    estimate(config, rewards, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 2]))

@@ -14,7 +14,7 @@ from algos.advantages import overlong_penalty
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import Config
 from asyncrl.records import Group, Trajectory, slice_columns
-from asyncrl.trainer.advantage_choice import choose_estimator
+from asyncrl.trainer.advantage_choice import estimate
 from asyncrl.trainer.loss_choice import reads_sequences
 from asyncrl.trainer.packing import RankShare, TrainSequence
 from asyncrl.trainer.policy import Policy
@@ -100,7 +100,8 @@ def estimate_advantages(
     ]
     rows_of_nodes = cluster.gather(rows)
     rewards, group_ids, staleness = zip(*itertools.chain(*rows_of_nodes), strict=True)
-    advantages = choose_estimator(config)(
+    advantages = estimate(
+        config,
         torch.tensor(rewards, dtype=torch.float64),
         torch.tensor(group_ids),
         torch.tensor(staleness),
@@ -111,7 +112,6 @@ def estimate_advantages(
 
 def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
     """Return each segment of a trajectory as a sequence with the trajectory's advantage."""
-    num_trained = trajectory.num_generated if len(trajectory.segments) > 1 else None
     return [
         TrainSequence(
             tokens=trajectory.tokens[segment],
@@ -123,7 +123,7 @@ def _segments(trajectory: Trajectory, advantage: float) -> list[TrainSequence]:
             oldest_version=trajectory.oldest_version if segment.start == 0 else None,
             # whole, because --router-replay refuses agents, whose trajectories have several segments
             experts=trajectory.experts,
-            trained_in_trajectory=num_trained,
+            trained_in_trajectory=trajectory.num_generated,
             # behavior_logprobs, policy_versions, …: the fields of TokenColumns
             **slice_columns(trajectory, segment),
         )
