@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import Config
@@ -104,13 +105,8 @@ def load_model(
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model, in order. FSDP makes each sharded layer an instance of a subclass."""
-    names = set(model._no_split_modules)
-    return [
-        module
-        for module in model.modules()
-        if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)
-    ]
+    """Return the layers of a model, in order; also of a sharded one."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
