@@ -231,11 +231,6 @@ class LLMProxy:
             await self.engine.sleep(level=2, mode="keep")
         self._asleep = True
 
-    async def continue_sampling(self) -> None:
-        await self.engine.resume_generation()
-        self.activity.resume()
-        self._may_sample.set()
-
     async def load_weights(
         self, version: int, update_infos: list[dict], receiving: Callable[[], None] | None = None
     ) -> float:
@@ -257,7 +252,9 @@ class LLMProxy:
                 await self.engine.wake_up()
                 self._asleep = False
             await self._load(version, update_infos, receiving)
-            await self.continue_sampling()
+            await self.engine.resume_generation()
+            self.activity.resume()
+            self._may_sample.set()
         return time.monotonic() - start if was_running else 0.0
 
     async def _load(

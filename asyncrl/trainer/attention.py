@@ -33,8 +33,8 @@ def choose_attention(device: torch.device, config: PreTrainedConfig) -> str:
     On a GPU this is flash_attention_2 if flash-attn is installed, else varlen. A CPU has sdpa (torch's own), or eager
     for families without sdpa. So has a GPU, if varlen cannot compute the model or each sequence has its own row.
     """
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    by_mask = "sdpa" if model is None or model._supports_sdpa else "eager"
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    by_mask = "sdpa" if model._supports_sdpa else "eager"
     if device.type != "cuda" or mixes_sequences(config):
         return by_mask
     if flash_attn_works():
@@ -65,7 +65,7 @@ def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> s
     """Return why varlen_attn cannot compute a model on a GPU of this compute capability; None if it can."""
     text = config.get_text_config()
     sizes = head_sizes(text)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if capability < (8, 0):
         return (
             f"varlen_attn needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
@@ -73,7 +73,7 @@ def unfit_for_varlen(config: PreTrainedConfig, capability: tuple[int, int]) -> s
     if any(size % 8 or size > 256 for size in sizes):
         listed = ", ".join(map(str, sizes))
         return f"varlen_attn needs heads of a multiple of 8, at most 256; they have {listed}"
-    takes_ours = model and model._supports_attention_backend and model._supports_sdpa
+    takes_ours = model._supports_attention_backend and model._supports_sdpa
     if not takes_ours or config.model_type in _WITHOUT_BOUNDS:
         return f"transformers has a fixed attention for {config.model_type}"
     return None

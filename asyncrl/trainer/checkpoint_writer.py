@@ -49,9 +49,10 @@ from asyncrl.runlog.manifest import (
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer.model import compute_dtype
-from asyncrl.trainer.new_folder import describe_error, fail_together, new_folder
+from asyncrl.trainer.new_folder import fail_together, new_folder
 from asyncrl.trainer.sharding import own_shard
 from asyncrl.trainer.weight_files import WeightWriter
+from asyncrl.user_code import one_line
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -70,7 +71,7 @@ def check_finite(state: dict[str, Tensor]) -> None:
     """Raise OSError if a training state has an infinite number or NaN: no run can continue from it."""
     for name, tensor in state.items():
         own = own_shard(tensor)
-        if own.is_floating_point() and not own.isfinite().all():
+        if not own.isfinite().all():
             raise OSError(f"{name} is not finite; the checkpoints before it are kept")
 
 
@@ -217,7 +218,7 @@ def describe_failure(failed: CheckpointException) -> str:
     rank, (error, _) = next(iter(failed.failures.items()))
     if not isinstance(error, Exception):
         raise error
-    return f"rank {rank}: {describe_error(error)}"
+    return f"rank {rank}: {one_line(error)}"
 
 
 # A whole checkpoint
@@ -294,8 +295,11 @@ def prune(folder: Path, keep_last: int) -> None:
 
 def prune_weights(folder: Path, keep_last: int) -> None:
     """Delete the checkpoints of only weights except the last `keep_last`; with 0 none. --resume needs the others."""
-    paths = [path for path in folder.iterdir() if parse_step(path) >= 0]
-    only_weights = [path for path in paths if not (path / RESUME_FOLDER).exists()]
+    only_weights = [
+        path
+        for path in folder.iterdir()
+        if parse_step(path) >= 0 and not (path / RESUME_FOLDER).exists()
+    ]
     for path in sorted(only_weights, key=parse_step)[:-keep_last]:
         _delete(path, path)
 
@@ -353,13 +357,13 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the newest checkpoint is on disk. Raises OSError if that fails or takes too long."""
         limit_s = 2 * self.config.timeout_s
-        concurrent.futures.wait([self._saving], limit_s)
-        if not self._saving.done():
+        try:
+            self._saving.result(limit_s)
+        except TimeoutError:
             raise TimeoutError(
                 f"checkpoint {self.path} is not written after {limit_s:g} s more: look at that disk; if a checkpoint "
                 f"only takes that long, raise --timeout-s, of which this is twice; {dump_stacks()}"
-            )
-        self._saving.result()
+            ) from None
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for the newest checkpoint. If it hangs, end the process --timeout-s later."""

@@ -1,7 +1,5 @@
 """The families of models that can be trained: vLLM and the trainer compute the same log-probs for them."""
 
-import importlib
-
 from transformers import AutoConfig, PreTrainedConfig
 
 from asyncrl.config import Config
@@ -53,7 +51,7 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min(filter(None, limits), default=None)
 
 
 def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
@@ -73,7 +71,7 @@ def check_engine(config: Config, model: PreTrainedConfig, device: str) -> None:
             )
     if model.model_type in WITH_TORCHVISION:
         try:
-            importlib.import_module("torchvision")
+            import torchvision  # noqa: F401
         except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another torch
             raise ValueError(
                 f"{name}, which vLLM cannot load without torchvision ({error}); docs/devices.md says how to install it"

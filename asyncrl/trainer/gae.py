@@ -41,12 +41,12 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values [N] float32 of hidden states [N, H]; the backward pass keeps no float32 copy of them."""
         return checkpoint(
-            _float_product, hidden, self.weight, use_reentrant=False, preserve_rng_state=False
+            lambda hidden, weight: hidden.float() @ weight,
+            hidden,
+            self.weight,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
-
-
-def _float_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden.float() @ weight
 
 
 def gae(rewards: Tensor, values: Tensor, sequence_ids: Tensor, gamma: float, lam: float) -> Tensor:

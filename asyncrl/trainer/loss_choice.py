@@ -50,7 +50,7 @@ def choose_loss(config: Config) -> Callable:
             "its own; take another --advantage, as grpo, or a loss that weighs tokens one by one, as tis_ppo"
         )
     arguments = read_arguments("algo-args", config.algo_args, f"--algo {config.algo}", keywords)
-    bound = functools.update_wrapper(functools.partial(loss, **arguments), loss)
+    bound = functools.partial(loss, **arguments)
     if config.centering and (couples_tokens(loss) or reads_sequences(bound)):
         raise ValueError(
             f"--algo {config.algo} weighs whole sequences or updates, and --centering needs a weight per token; take "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from asyncrl.cluster.cluster import gather_from_ranks
 from asyncrl.runlog.disk_files import flush
+from asyncrl.user_code import one_line
 
 
 @contextlib.contextmanager
@@ -18,15 +19,10 @@ def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = f"rank {dist.get_rank()}: {describe_error(error)}"
+        failure = f"rank {dist.get_rank()}: {one_line(error)}"
     failures = list(filter(None, gather_from_ranks(failure, group)))
     if failures:
         raise OSError(failures[0])
-
-
-def describe_error(error: Exception) -> str:
-    """Return an error's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager

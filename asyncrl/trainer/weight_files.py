@@ -91,11 +91,12 @@ class WeightWriter:
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
     """Return the small files of a model's folder, for example generation_config.json, by name."""
-    paths = [path for path in folder.iterdir() if path.suffix in SMALL_FILES and path.is_file()]
     return {
         path.name: path.read_bytes()
-        for path in paths
-        if path.stat().st_size <= MAX_SMALL_BYTES
+        for path in folder.iterdir()
+        if path.suffix in SMALL_FILES
+        and path.is_file()
+        and path.stat().st_size <= MAX_SMALL_BYTES
         and not path.name.startswith((".", "adapter_"))
         and not path.name.endswith(".index.json")
     }

@@ -38,7 +38,7 @@ class SharedBuffer:
     """One version of the weights in shared host memory: a header page, then the parameters."""
 
     def __init__(self, path: str, specs: list[ParameterSpec], on_gpu: bool = False):
-        """Map the file in any process. `on_gpu`: this process copies from or to a GPU."""
+        """Map the file in any process. The first one extends it. `on_gpu`: this process copies from or to a GPU."""
         size = HEADER_BYTES + payload_bytes(specs)
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         self.header, self.payload = memory[:HEADER_BYTES].view(torch.int64), memory[HEADER_BYTES:]
@@ -61,12 +61,10 @@ class ShmTransport(BufferedTransport):
 
     def __init__(self, specs: list[ParameterSpec]):
         super().__init__(specs, num_buffers=2)
-        size = HEADER_BYTES + payload_bytes(specs)
         self._paths = []
         self._buffers = []
         for index in range(self.num_buffers):
             file = os.memfd_create(f"weights-{index}")
-            os.ftruncate(file, size)
             self._paths.append(f"/proc/{os.getpid()}/fd/{file}")
             self._buffers.append(
                 SharedBuffer(self._paths[-1], specs, on_gpu=torch.cuda.is_initialized())
