@@ -13,12 +13,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 
 
 class TextEnvironment(gymnasium.Env[str, str]):
-    """An environment that counts turns and truncates an episode after max_turns.
-
-    A subclass has two methods. `_start() -> str` starts an episode from `self.np_random`, and returns the first
-    observation. `_act(response: str) -> tuple[str, float, bool]` takes the action in a response. It returns
-    observation, reward, and whether the episode has ended.
-    """
+    """An environment that counts turns and truncates an episode after max_turns."""
 
     max_turns: int
     """Turns of the policy after which the episode is truncated."""
@@ -39,6 +34,14 @@ class TextEnvironment(gymnasium.Env[str, str]):
         observation, reward, terminated = self._act(action)
         self._turns_left -= 1
         return observation, reward, terminated, self._turns_left == 0 and not terminated, {}
+
+    def _start(self) -> str:
+        """Start an episode from `self.np_random`. Returns the first observation."""
+        raise NotImplementedError
+
+    def _act(self, response: str) -> tuple[str, float, bool]:
+        """Take the action in a response. Returns observation, reward, and whether the episode has ended."""
+        raise NotImplementedError
 
 
 class FrozenLake(TextEnvironment):

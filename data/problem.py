@@ -48,12 +48,7 @@ Candidate = tuple[str, Problem]
 
 
 class Task:
-    """A task whose prompts go through the chat template, if the tokenizer has one.
-
-    A subclass has two more methods. `train_problem(index: int) -> Problem` returns problem number `index` ≥ 0 of the
-    training split. `eval_problems(count: int) -> list[Problem]` returns up to `count` distinct held-out problems, the
-    same for every seed.
-    """
+    """A task whose prompts go through the chat template, if the tokenizer has one."""
 
     system = ""
     """What the system says before each prompt."""
@@ -63,6 +58,14 @@ class Task:
     """All problems, if they are rows of a table."""
     summary = ""
     """How many rows are trained on and held out, for people."""
+
+    def train_problem(self, index: int) -> Problem:
+        """Problem number `index` ≥ 0 of the training split."""
+        raise NotImplementedError
+
+    def eval_problems(self, count: int) -> list[Problem]:
+        """Return up to `count` distinct held-out problems, the same for every seed."""
+        raise NotImplementedError
 
     def encode_prompt(self, problem: Problem, tokenizer) -> list[int]:
         """Return the token ids of the prompt.
@@ -137,11 +140,7 @@ def encode_text(text: str, tokenizer) -> list[int]:
 
 
 class DrawnTask(Task):
-    """A task whose problems are drawn, each from the run's seed and the problem's number.
-
-    A subclass has `candidates(rng: random.Random) -> Iterator[Candidate]`: problems without end. The first that
-    belongs to the split is taken.
-    """
+    """A task whose problems are drawn, each from the run's seed and the problem's number."""
 
     held_out_share = HELD_OUT_SHARE
 
@@ -158,6 +157,10 @@ class DrawnTask(Task):
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
         """A problem of one split."""
         return next(of_split(self.candidates(rng), held_out, self.held_out_share))
+
+    def candidates(self, rng: random.Random) -> Iterator[Candidate]:
+        """Problems without end; the first that belongs to the split is taken."""
+        raise NotImplementedError
 
 
 def of_split(

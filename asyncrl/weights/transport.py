@@ -166,15 +166,16 @@ class BufferedTransport(Transport):
     With two buffers it does not write the announced one either. So the trainer waits only for a worker that still loads
     the version before the announced one. A single buffer is written when all workers have loaded it. A worker that
     starts meanwhile waits for the next announcement.
-
-    A subclass has `write(buffer: int, version: int, parameters: Weights) -> list[dict]`. It copies `parameters`, in the
-    order of the specs, into a buffer, and returns the messages of `Staged`.
     """
 
     def __init__(self, specs: Sequence[ParameterSpec], num_buffers: int):
         super().__init__(specs)
         self.num_buffers = num_buffers
         self.keeps_readable = num_buffers > 1
+
+    def write(self, buffer: int, version: int, parameters: Weights) -> list[dict]:
+        """Copy `parameters`, in the order of the specs, into a buffer. Return the messages of `Staged`."""
+        raise NotImplementedError
 
     def try_reserve_buffer(self) -> bool:
         buffer = self._free_buffer()
