@@ -46,7 +46,7 @@ def test_every_diff_applies_alone_and_all_train_together_with_loss_advantage_and
     tmp_path,
 ):
     """A whole job, with sampling that follows from seeds in place of an engine."""
-    assert len(FILES) == 8 and len(DIFFS) == 4
+    assert len(FILES) == 9 and len(DIFFS) == 4
     copy = copy_with(DIFFS.values(), tmp_path)
     variables = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     job = run_python("tests/fake_job.py", *OPTIONS, cwd=copy, **variables)
@@ -58,6 +58,18 @@ def test_every_diff_applies_alone_and_all_train_together_with_loss_advantage_and
     assert [line["staleness/max"] for line in metrics[:2]] == [0, 1]
     for line in metrics:
         assert line["staleness/mean"] == pytest.approx(line["staleness/max"] / 5)
+
+
+def test_a_model_of_another_shape_is_made_and_accepted(tmp_path):
+    copy = copy_with([], tmp_path)
+    (copy / "my_model.py").write_text(FILES["my_model.py"])
+    limits = ["--max-prompt-tokens", "40", "--max-response-tokens", "48"]
+    for command in (
+        ["my_model.py"],
+        ["train_async.py", "--model", "my_model", *limits, "--dry-run"],
+    ):
+        job = run_python(*command, cwd=copy, PYTHONPATH=str(copy))
+        assert job.returncode == 0, job.stderr[-1500:]
 
 
 @pytest.mark.e2e
