@@ -6,13 +6,13 @@ No file is unpickled here.
 
 import json
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
+from asyncrl.runlog.disk_files import remove
 from asyncrl.runlog.header import read_run_id
 
 FORMAT = 10
@@ -168,4 +168,4 @@ def clear_torn_checkpoints(checkpoint: Checkpoint) -> None:
         if parse_step(path) > checkpoint.step:
             path.rename(path.with_name(f"{path.name}.torn-{time.time_ns()}"))
         elif re.fullmatch(r"step_\d+\.(tmp|old-\d+)", path.name):
-            shutil.rmtree(path)
+            remove(path)

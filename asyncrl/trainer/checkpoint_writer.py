@@ -49,10 +49,9 @@ from asyncrl.runlog.manifest import (
 from asyncrl.runlog.plain import encode
 from asyncrl.runlog.run_directory import RunDirectory
 from asyncrl.trainer.model import compute_dtype
-from asyncrl.trainer.new_folder import fail_together, new_folder
+from asyncrl.trainer.new_folder import describe_error, fail_together, new_folder
 from asyncrl.trainer.sharding import own_shard
 from asyncrl.trainer.weight_files import WeightWriter
-from asyncrl.user_code import one_line
 
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
@@ -218,7 +217,7 @@ def describe_failure(failed: CheckpointException) -> str:
     rank, (error, _) = next(iter(failed.failures.items()))
     if not isinstance(error, Exception):
         raise error
-    return f"rank {rank}: {one_line(error)}"
+    return f"rank {rank}: {describe_error(error)}"
 
 
 # A whole checkpoint

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from asyncrl.cluster.cluster import gather_from_ranks
-from asyncrl.runlog.disk_files import flush
-from asyncrl.user_code import one_line
+from asyncrl.runlog.disk_files import flush, remove
 
 
 @contextlib.contextmanager
@@ -19,10 +18,15 @@ def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = f"rank {dist.get_rank()}: {one_line(error)}"
+        failure = f"rank {dist.get_rank()}: {describe_error(error)}"
     failures = list(filter(None, gather_from_ranks(failure, group)))
     if failures:
         raise OSError(failures[0])
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager
@@ -39,8 +43,7 @@ def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iter
             if is_first:
                 if Path(path).exists():
                     raise FileExistsError(f"{path} exists already")
-                if folder.exists():  # left by a run that was killed here
-                    shutil.rmtree(folder)
+                remove(folder)  # left by a run that was killed here
                 folder.mkdir(parents=True)
         yield folder
         with fail_together(group):

@@ -155,9 +155,7 @@ def test_a_checkpoint_that_does_not_fit_the_model_leaves_the_run_as_it_was(start
         run.log_metrics({"step": step})
         save(checkpoints, step)
     run.close()
-    half_written = folder_of(checkpoints) / "step_3.tmp"
-    half_written.mkdir()
-    (half_written / "model.safetensors").write_text("half written")
+    (folder_of(checkpoints) / "step_3.tmp").write_text("half written")
     before, found = contents(run.path), newest(checkpoints)
     with pytest.raises(ValueError, match="it is of another model"):
         start(resumed=found, lora_rank=3)

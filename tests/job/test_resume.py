@@ -186,7 +186,8 @@ def test_the_newest_whole_checkpoint_is_found_what_is_newer_is_named_and_leftove
     for step, kind in zip(steps, rng.sample(kinds, 3), strict=True):
         reasons[step] = damage(run, step, kind, monkeypatch)
     for name in LEFTOVERS:
-        (folder / name / RESUME_FOLDER).mkdir(parents=True)
+        leftover = folder / name
+        rng.choice((Path.mkdir, Path.touch, lambda path: path.symlink_to(tmp_path)))(leftover)
     found = find_checkpoint(Config(resume=str(run), steps=99), Cluster())
     assert (found.path, found.step) == (whole, 9)
     lines = capsys.readouterr().out.splitlines()
