@@ -117,8 +117,8 @@ class RolloutWorker:
             self.start(self._report_in_flight())
             return
         if isinstance(message, Abort):
-            # At once, too: an update before it may wait for these very responses. It also keeps its place, because
-            # tickets before it may not have started.
+            # At once, too: an update before it may wait for these very responses. The message also keeps its
+            # place, because tickets before it may not have started.
             self.start(self._abort(message.ticket_ids))
         self._inbox.put_nowait(message)
 

@@ -22,7 +22,7 @@ from algos.ratio import clipped_objective, importance_ratio, sequence_mean
 def loss(
     inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NonNegative = 4e-4
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight (the ratio), clipped (gradient cut to 0)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight (also of clipped tokens), clipped."""
     log_ratio = inputs.log_ratio
     ratio = importance_ratio(sequence_mean(log_ratio, inputs.sequence_ids))
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high)

@@ -103,6 +103,9 @@ def needs_equal_advantages(loss: Callable) -> Callable:
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
     """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
+    parts = [part for part in parts if len(part.logprobs)] or parts[
+        :1
+    ]  # an empty one lacks columns
     values = tree_map(lambda *columns: torch.cat(columns), *map(vars, parts))
     counts = [int(part.sequence_ids.max()) + 1 if len(part.sequence_ids) else 0 for part in parts]
     firsts = torch.tensor([0, *counts]).cumsum(0).tolist()

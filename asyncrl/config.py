@@ -240,8 +240,8 @@ class Config:
     ends, its deadline is that of its first start. `wait` drains first."""
     publish_delay: Count = 0
     """Publish weights this many steps late (K). From step K + 1 on every token is K to K + ⌈α⌉ steps stale, and exactly
-    K with async_ratio 0. Each node keeps K copies of the weights in host memory. If a finished run continues with more
-    steps, this count begins again."""
+    K with async_ratio 0. Each node keeps K + 1 copies of the weights in host memory. If a finished run continues with
+    more steps, this count begins again."""
 
     scheduling: Annotated[Literal["queue", "batch", "lockstep"], "Rollout"] = "queue"
     """`queue` gives every response to whichever worker is free. Baselines: `batch` splits prompts in advance, waits for
@@ -470,7 +470,9 @@ class Config:
 
     @property
     def num_spare_groups(self) -> int:
-        """Outstanding groups that even the last step has beside those that it trains on."""
+        """Groups that run in addition to a batch, also in the last step."""
+        if self.drop_zero_variance or self.stale_policy == "drop":
+            return self.max_outstanding_groups  # any of them can replace a dropped group
         over_sampled = self.over_sampling - 1  # with async_ratio 0 only
         return math.floor(over_sampled * self.groups_per_step + 1e-9) + self.extra_groups
 

@@ -49,7 +49,9 @@ class Oracle:
         self.num_spare = self.capacity - math.floor(
             (1 + config.async_ratio) * config.groups_per_step
         )
-        """Groups that also the last step has beside those that it trains on."""
+        """Groups that run in addition to a batch, also in the last step."""
+        if config.drop_zero_variance or config.stale_policy == "drop":
+            self.num_spare = self.capacity
         self.num_steps = config.steps
         """The run can get more when it is resumed."""
         self.bound = math.ceil(config.async_ratio) + config.publish_delay
@@ -408,15 +410,16 @@ class Oracle:
         resident = self.resident().values()
         num_free = self.capacity - len(resident) - len(unpublished)
         assert num_free >= 0, "more groups outstanding than the capacity"
-        is_too_old = self.oldest_to_start + self.bound < self.num_consumed_batches
-        is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
         num_left = self.config.groups_per_step * (self.num_steps - self.num_consumed_batches)
         has_enough = num_left == 0 or len(resident) >= num_left + self.num_spare
         # What the trainer is to get is consumed before engines fall asleep, which may take many events.
-        is_held = self.expected_batch or any(group.state == "held" for group in resident)
-        oldest_allowed = self.num_consumed_batches + bool(is_held) - self.bound
+        is_held = any(group.state == "held" for group in resident)
+        oldest_allowed = self.num_consumed_batches + is_held - self.bound
+        is_too_old = self.oldest_to_start + self.bound < self.num_consumed_batches + is_held
+        is_full = num_free == 0 or (is_too_old and self.config.stale_policy != "gate")
         has_no_weights = self.announced < 0 or self.is_resuming
-        may_wait = is_full or has_enough or is_held or has_no_weights
+        # With extra groups a batch that is held frees places, and groups start at the next message.
+        may_wait = is_full or has_enough or self.expected_batch or is_held or has_no_weights
         assert may_wait or self.config.scheduling == "batch", "a place is free, no group is issued"
         for group in self.groups.values():
             assert group.state != "stale" or group.oldest < oldest_allowed

@@ -14,7 +14,8 @@ Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 
 The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
 
-1. Admission: places are free only while a new group's v satisfies this (`num_free_places`).
+1. Admission: places are free only while a new group's v satisfies this, for t + 1 if a batch is held
+   (`num_free_places`).
 2. Assignment: the first worker that gets a ticket of a group raises v to its own version (`note_assignment`). Later
    members need at least v (`needed_version_of_group`), and weights never become older. So no token is older than v.
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
@@ -85,7 +86,8 @@ class SampleBuffer:
         """Batches that were consumed before the last announcement was made. Their groups have freed their places."""
         self.residents: dict[int, Resident] = {}
         self.held: list[int] = []
-        """Groups of a batch that was found and waits for other nodes. They are resident until they are consumed."""
+        """Groups of a batch that was found. It waits for other nodes, or for a check of hosts. They are resident until
+        they are consumed."""
         self._fate_of_later_members: dict[int, DropReason] = {}
         """Reason with which later members are dropped, by group. It is the reason of the group's drop, or `surplus` for
         a finished group with extra_members. Such a group can still be resident. Entries stay, because a member can

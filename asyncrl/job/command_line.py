@@ -7,6 +7,7 @@ with a title for each section of Config.
 import itertools
 import json
 import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -136,7 +137,7 @@ MAY_BE_UNSET = [
     option for option in ALL_OPTIONS.values() if option.is_switch and option.default is None
 ]
 """Switches that are also neither on nor off."""
-LIST_OF_OPTIONS = " (--help lists all)"
+HELP_HINT = " (--help lists all)"
 """The end of an error about unknown options."""
 NEW_WORDS = {
     switch(old, is_on): switch(new, is_on)
@@ -246,13 +247,13 @@ def _todays_word(word: str) -> str:
 def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     """Raise ValueError with one line in place of the box that tyro would print."""
     if isinstance(event, parse_errors.UnrecognizedArgs):
-        # The other tokens are values of unknown options.
-        options = [token for token in event.tokens if token.startswith("--") or "=" in token]
-        lines = map(_unknown_option_error, options or event.tokens[:1])
-        raise ValueError(". ".join(lines) + LIST_OF_OPTIONS)
+        # Other tokens are values of unknown options. Those of verl have no dashes, and a dot.
+        options = [t for t in event.tokens if re.match(r"--|\w+\..*=", t)] or event.tokens[:1]
+        lines = ". ".join(map(_unknown_option_error, options)).replace("?.", "?")
+        raise ValueError(lines + HELP_HINT)
     name = event.argument.lowered.name_or_flags[-1]
     if name.removeprefix("--") in SPLIT:
-        raise ValueError(_unknown_option_error(name) + LIST_OF_OPTIONS)
+        raise ValueError(_unknown_option_error(name) + HELP_HINT)
     raise ValueError(f"{name} expected one argument")
 
 
@@ -323,7 +324,7 @@ def _read_config_file(path: str) -> dict[str, Any]:
                 if name in ALL_OPTIONS.keys() - OPTIONS.keys():
                     raise ValueError(f"{flag_of(name)} belongs on the command line")
                 if name not in OPTIONS:
-                    raise ValueError(_unknown_option_error(flag_of(name)) + LIST_OF_OPTIONS)
+                    raise ValueError(_unknown_option_error(flag_of(name)) + HELP_HINT)
                 options[name] = _value_as_given(OPTIONS[name], new_value)
                 Config.from_dict({name: options[name]})
         except ValueError as error:

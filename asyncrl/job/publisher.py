@@ -100,8 +100,11 @@ class LeadingPublisher(Publisher):
         self._held_back = collections.deque(self._read_held_back(specs))
         """Copies of weights, from the announced version to the trainer's, oldest first. It is empty without
         publish_delay, and after the last step."""
-        self._evaluated_version = -1
-        """With publish_delay a version can be announced several times. Its evaluations would be equal."""
+        state = rank.controller_state
+        self._evaluated_version = -1 if state is None else state.published_version
+        """Newest version whose evaluation was asked for; −1 before the first. With publish_delay a version can be
+        announced several times, and its evaluations would be equal. A resumed run announces a version again only if it
+        was evaluated."""
 
     def stage_and_announce(self, trainer_version: int, lazy_weights: Weights) -> None:
         """Copy the weights to announce into the transport when it has room, and announce them to the workers."""

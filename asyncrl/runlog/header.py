@@ -49,7 +49,10 @@ def nearest_run(path: Path) -> str:
         return ""
     folders = (path.parent, Path(Config.runs_dir))
     headers = [header for folder in folders for header in folder.glob("*/run.json")]
-    return nearest(str(path), (header.parent for header in headers))
+    runs = {header.parent.name: header.parent for header in headers}
+    hint = nearest(path.name, runs)
+    name = hint.removeprefix("; did you mean ").removesuffix("?")
+    return f"; did you mean {runs[name]}?" if hint else ""
 
 
 def read_run_id(run: Path) -> str | None:

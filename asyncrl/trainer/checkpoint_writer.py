@@ -120,7 +120,7 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list]:
-        """Write this rank's part to its file. No results: for a file of each rank, torch reads none."""
+        """Write this rank's part to its file. It returns no results, because torch does not read them."""
         file = Path(self.path, _gen_file_name(1, 1, plan.storage_data["shard_index"]))
         tensors = {
             item.index.fqn: planner.resolve_data(item).detach().contiguous() for item in plan.items

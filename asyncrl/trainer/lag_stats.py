@@ -59,7 +59,7 @@ class TokenStats:
             "loss/reward": batch.rewards,
             "loss/length": batch.trained_in_trajectory,
         }
-        self.add(loss_stats | stats, batch.lags)  # `loss/ratio` is always that of tokens
+        self.add(stats | loss_stats, batch.lags)
         sums = log_ratios.new_zeros(batch.num_sequences)
         self._log_ratios.append(log_ratios)
         self.sequence_log_ratios.append(sums.index_add(0, batch.sequence_ids, log_ratios))
@@ -142,7 +142,7 @@ def staleness_metrics(share: RankShare, policy_version: int) -> dict[str, float]
 
     `tokens/forward` counts the tokens of one pass over the step. `samples` counts trajectories, once for all epochs.
     `staleness/mean` and `max` are over trajectories, `token_mean` is over tokens, all in steps behind `policy_version`.
-    They are absent if there is no trajectory.
+    The `staleness/*` metrics are absent if there is no trajectory.
     """
     bundles = list(itertools.chain(*itertools.chain(*share)))
     num_read = sum(bundle.num_tokens for bundle in bundles)

@@ -93,6 +93,8 @@ class AgentEpisode(Episode):
 
     def abort(self) -> None:
         """End the trajectory where it stands."""
+        if self.is_aborted:
+            return  # a second cancellation would interrupt the end of the agent
         self.is_aborted = True
         if self._is_scored:
             self._task.cancel()

@@ -40,7 +40,11 @@ from asyncrl.trainer.checkpoint_writer import CheckpointWriter
 from asyncrl.trainer.splitting import distribute
 
 PUBLISHER = SimpleNamespace(held_back_to_save={})
-ENGINES = {"connect_workers": lambda specs: None, "share_cores": lambda module: None}
+ENGINES = {
+    "connect_workers": lambda specs: None,
+    "share_cores": lambda module: None,
+    "controller_state": None,
+}
 """What a leader has of engines that take no weights."""
 
 
@@ -224,6 +228,13 @@ def test_versions_that_are_held_back_are_held_back_after_a_resume(start):
         publisher._choose_weights(step, policy.named_full_parameters())[0] for step in range(3, 9)
     ]
     assert versions == [3, 3, 3, 3, 4, 5], "a worker never goes back to older weights"
+    rank.config = dataclasses.replace(rank.config, eval_every=1)
+    rank.controller_state, rank.first_version = SimpleNamespace(published_version=3), 3
+    publisher = LeadingPublisher(rank, policy)
+    assert [publisher._evaluates(step, v) for step, v in ((4, 3), (7, 4))] == [False, True]
+    rank.controller_state = None
+    publisher = LeadingPublisher(rank, policy)
+    assert publisher._evaluates(4, 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
