@@ -168,7 +168,7 @@ class Arguments:
     right_from: float = 1.0
     """Reward from which a response counts as right in pass@k."""
     out: Path | None = None
-    """New file for the responses, a line of JSON each: prompt, response, answer and reward. The printed lines go to
+    """New file for the responses, a line of JSON each: prompt, response, reward, and the answer if there is one. The printed lines go to
     FILE.summary.txt beside it."""
 
 
