@@ -168,8 +168,8 @@ class Arguments:
     right_from: float = 1.0
     """Reward from which a response counts as right in pass@k."""
     out: Path | None = None
-    """New file for the responses, a line of JSON each: prompt, response, reward, and the answer if there is one. The printed lines go to
-    FILE.summary.txt beside it."""
+    """New file for the responses, a line of JSON each: prompt, response, reward, and the answer if there is one. The
+    printed lines go to FILE.summary.txt beside it."""
 
 
 def main() -> None:
