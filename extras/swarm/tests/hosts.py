@@ -114,7 +114,7 @@ def running(
 ):
     """A run that listens, with its first weights published, if it `publishes` them. All engines are threads."""
     defaults = {"groups_per_step": 2, "group_size": 2, "timeout_s": 60.0, "listen": "127.0.0.1:1", "async_ratio": 1.0,
-        "runs_dir": str(tmp_path.parent)}  # fmt: skip
+        "runs_dir": str(tmp_path.parent), "steps": 10**6}  # fmt: skip
     config = Config(**{**defaults, "num_rollout_workers": num_own, **options})
     prompts = PromptSource(
         train_problem=lambda index: Problem(f"p{index}", "ok"),
