@@ -575,7 +575,8 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
     for name, differences_of_pairs in rows.items():
         question = QUESTIONS[name].format(baseline=baseline)
         print(f"{name}: {question} {verdicts(differences_of_pairs)}")
-    print(note, end="\n" if note else "")
+    if note:
+        print(note)
 
 
 def write_tables(out: Path, tables: dict[str, list[str]]) -> None:

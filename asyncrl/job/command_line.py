@@ -248,9 +248,9 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     """Raise ValueError with one line in place of the box that tyro would print."""
     if isinstance(event, parse_errors.UnrecognizedArgs):
         # Other tokens are values of unknown options. Those of verl have no dashes, and a dot.
-        options = [t for t in event.tokens if re.match(r"--|\w+\..*=", t)] or event.tokens[:1]
-        lines = ". ".join(map(_unknown_option_error, options)).replace("?.", "?")
-        raise ValueError(lines + HELP_HINT)
+        options = [token for token in event.tokens if re.match(r"--|\w+\..*=", token)]
+        lines = map(_unknown_option_error, options or event.tokens[:1])
+        raise ValueError(". ".join(lines).replace("?.", "?") + HELP_HINT)
     name = event.argument.lowered.name_or_flags[-1]
     if name.removeprefix("--") in SPLIT:
         raise ValueError(_unknown_option_error(name) + HELP_HINT)
@@ -399,8 +399,9 @@ def _unknown_option_error(token: str) -> str:
     is_own_section = any(
         option.flag.startswith(f"--{word.partition('.')[0]}.") for option in OPTIONS.values()
     )
-    _, dot, last_word = word.rpartition(".")
-    if dot and not is_own_section and f"--{last_word}" in {o.flag for o in OPTIONS.values()}:
+    section, _, last_word = word.rpartition(".")
+    is_known = any(option.flag == f"--{last_word}" for option in OPTIONS.values())
+    if section and is_known and not is_own_section:
         hint = f"; write --{last_word} VALUE"
     for other_option, words in OPTIONS_OF_OTHER_PROJECTS.items():
         in_section = word.endswith(f".{other_option}") and not is_own_section
