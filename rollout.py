@@ -48,6 +48,9 @@ from asyncrl.records import Ticket, Trajectory
 from asyncrl.weights.models import load_tokenizer
 from asyncrl.weights.stop_tokens import stop_token_ids
 
+FLUSH_S = 0.005
+"""Longest time that a trajectory waits for the next ones. Each message takes time of the trainer's core."""
+
 
 class RolloutWorker:
     """Serves one controller over one connection until it gets Stop."""
@@ -64,6 +67,7 @@ class RolloutWorker:
         self._episodes: dict[int, list[Episode]] = {}
         """Running episodes by ticket id."""
         self._finished: list[Trajectory] = []
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._probe_tasks: list[asyncio.Task] = []
 
     async def act(self, message) -> None:
@@ -82,9 +86,9 @@ class RolloutWorker:
                 self.proxy.activity.set_idle(reason)
             case Sleep():
                 await self._suspend(self.proxy.sleep)
-                self.connection.send(Asleep())
+                self.send(Asleep())
             case Stop():
-                self.connection.send(Stopped(self.proxy.activity.report()))
+                self.send(Stopped(self.proxy.activity.report()))
                 self._ended.set_result(None)
 
     async def serve(self) -> None:
@@ -161,9 +165,9 @@ class RolloutWorker:
         await asyncio.gather(*self._probe_tasks)
         receiving = None
         if self.spec.transport == "nccl":  # with other transports the engine reads the weights
-            receiving = functools.partial(self.connection.send, Receiving())
+            receiving = functools.partial(self.send, Receiving())
         pause_s = await self.proxy.load_weights(message.version, message.update_infos, receiving)
-        self.connection.send(
+        self.send(
             WeightsLoaded(
                 message.version, pause_s, self.proxy.take_sampled(), self.proxy.activity.report()
             )
@@ -175,7 +179,7 @@ class RolloutWorker:
         lengths = decoded_lengths(message.probe)
         # Decoding, too: CUDA graphs might keep old weights, and prompts do not use these graphs.
         decoded = await asyncio.gather(*map(self.proxy.decode, message.probe, lengths))
-        self.connection.send(Probed(message.version, tuple(scores), tuple(decoded)))
+        self.send(Probed(message.version, tuple(scores), tuple(decoded)))
 
     async def _abort(self, ticket_ids: list[int]) -> None:
         """End these tickets' running trajectories. They are sent back as `aborted`."""
@@ -195,14 +199,25 @@ class RolloutWorker:
 
     async def _report_in_flight(self) -> None:
         await settle(self.proxy)
-        self.flush()  # the answer lacks trajectories that have ended
-        self.connection.send(read_in_flight(self.proxy, self._episodes))
+        self.send(read_in_flight(self.proxy, self._episodes))
+
+    def send(self, message) -> None:
+        """Send a message, after all trajectories that have ended before it."""
+        self.flush()
+        self.connection.send(message)
 
     def flush_soon(self) -> None:
-        """Send all trajectories that end in this turn of the event loop by one message."""
-        asyncio.get_running_loop().call_soon(self.flush)
+        """Send all trajectories that end within FLUSH_S by one message. The last running one does not wait."""
+        loop = asyncio.get_running_loop()
+        if not self._episodes:
+            loop.call_soon(self.flush)
+        elif self._flush_timer is None:
+            self._flush_timer = loop.call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
         finished, self._finished = self._finished, []
         if finished:
             self.connection.send(Finished(finished, self.proxy.activity.report()))

@@ -251,11 +251,10 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
     A generated token needs a version, and a finite log-prob up to 1e-4 nats, which is rounding.
     """
-    mask = trajectory.loss_mask
-    logprobs = np.where(mask, trajectory.behavior_logprobs, 0.0)
-    bad = np.flatnonzero(
-        ~np.isfinite(logprobs) | (logprobs > 1e-4) | (mask & (trajectory.policy_versions < 0))
-    )
+    logprobs = trajectory.behavior_logprobs
+    # a NaN is in no range
+    is_valid = (logprobs > -np.inf) & (logprobs <= 1e-4) & (trajectory.policy_versions >= 0)
+    bad = np.flatnonzero(trajectory.loss_mask & ~is_valid)
     if len(bad):
         t = int(bad[0])
         raise RuntimeError(

@@ -228,8 +228,8 @@ class BaselineWorker(RolloutWorker):
         self.proxy.activity.set_idle("barrier")
         self.proxy.activity.add(trajectories=-1)
         try:
-            self.flush_soon()
             self._waiting.append(ticket_id)
+            asyncio.get_running_loop().call_soon(self.flush)
             await self._opened.wait()
         finally:
             self.proxy.activity.add(trajectories=1)

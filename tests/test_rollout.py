@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import SamplingEngine, random_tokens
 
+import rollout
 from asyncrl.cluster.gpus import Gpu
 from asyncrl.cluster.placement import WorkerPlacement, WorkerSpec
 from asyncrl.config import Config
@@ -252,6 +253,38 @@ def test_an_update_that_waits_for_responses_does_not_wait_for_one_that_is_aborte
     (finished,) = (message for message in messages if isinstance(message, Finished))
     assert finished.trajectories[0].finish_reason == "aborted"
     assert len(engine.requests[0].rows) < 16_000
+
+
+def test_trajectories_wait_for_the_next_message_but_not_the_last_one(monkeypatch):
+    """Nobody waits for FLUSH_S here: it is longer than the test."""
+    monkeypatch.setattr(rollout, "FLUSH_S", 90)
+    config = Config(task=TASK, max_prompt_tokens=64, max_response_tokens=10**6, timeout_s=90)
+    info = {"trainer_version": 0, "evaluate": False}
+    loads = [LoadWeights(version, [info | {"version": version}], ()) for version in (0, 1)]
+    tickets = list(itertools.islice(make_tickets(1, -1), 3))
+    pipe, steps = QueuePipe(), [(3, Abort([0])), (2, Abort([1])), (1, loads[1])]
+
+    def choose(prompt, num_sampled):
+        if steps and len(engine.running) == steps[0][0]:
+            pipe.inbox.put(steps.pop(0)[1])
+        return 0
+
+    engine = SamplingEngine(choose, eos=1)
+    theirs = QueuePipe(pipe.inbox, pipe.outbox)
+    for message in (loads[0], Tickets(tickets)):
+        pipe.inbox.put(message)
+    end = ThreadPoolExecutor(1).submit(asyncio.run, serve(engine, theirs, config))
+    messages = []
+    while not messages or getattr(messages[-1], "version", 0) != 1:
+        messages.append(pipe.outbox.get(timeout=60))
+    pipe.inbox.put(Abort([2]))
+    messages.append(pipe.outbox.get(timeout=60))
+    pipe.inbox.put(Stop())
+    end.result(timeout=60)
+    kinds = [type(message) for message in messages]
+    assert kinds == [Ready, WeightsLoaded, Finished, WeightsLoaded, Finished]
+    ended = [[t.ticket_id for t in m.trajectories] for m in messages if type(m) is Finished]
+    assert ended == [[0, 1], [2]]
 
 
 def said_in(pipe):

@@ -33,6 +33,8 @@ class Request:
         return num_tokens
 
     def end(self, finish_reason: CompletionEnd) -> Completion:
+        if len(self.parts) == 1 and self.parts[0].finish_reason == finish_reason:
+            return self.parts[0]
         experts = self.parts[-1].experts if self.parts else None
         return Completion(self.tokens, finish_reason, experts, **join_columns(self.parts))
 
