@@ -181,6 +181,28 @@ def test_the_gradient_of_a_step_is_that_of_the_system(model, num_ranks):
     run_group(check_gradients, num_ranks, model)
 
 
+def check_not_finite(rank, model):
+    """A log-prob of NaN ends the run before it reaches the weights."""
+    nano = import_nano()
+    nano.RANK, nano.NUM_RANKS = rank, dist.get_world_size()
+    samples = samples_of(nano, grouped_sequences(4, 3), np.random.default_rng(0))
+    samples[0].logprobs[0] = math.nan
+    published = []
+    rollout = SimpleNamespace(
+        publish=lambda version, weights: published.append(version),
+        evaluate=dict,
+        take_batch=lambda version: samples,
+    )
+    options = nano.Options(model=model, lr=1e-3, steps=1)
+    with pytest.raises(SystemExit, match="the gradient is not finite"):
+        nano.train(options, make_loss("tis"), rollout, None)
+    assert published == [0]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(model):
+    run_group(check_not_finite, 1, model)
+
+
 # Runs
 
 

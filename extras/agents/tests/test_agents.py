@@ -352,6 +352,23 @@ def test_an_abort_ends_a_trajectory_whose_reward_is_awaited():
     assert trajectory.finish_reason == "aborted"
 
 
+def test_a_second_abort_does_not_interrupt_the_end_of_an_agent():
+    has_ended = []
+
+    async def agent(client):
+        room.episodes[0].abort()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            room.episodes[0].abort()
+            await asyncio.sleep(0)
+            has_ended.append(True)
+
+    room = Room(shout)
+    (trajectory,) = room.run(Inline(agent))
+    assert trajectory.finish_reason == "aborted" and has_ended == [True]
+
+
 def test_a_partial_of_a_coroutine_fails_its_own_trajectory_alone():
     async def run(client, problem, word):
         raise KeyError(word)
