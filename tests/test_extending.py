@@ -82,3 +82,13 @@ def test_a_new_column_reaches_the_loss_from_the_engine(tmp_path):
     metrics = read(copy / "runs/run/metrics.jsonl")
     # a trained model mostly samples the likeliest token
     assert len(metrics) == 3 and all(1 < line["loss/margin"] < 30 for line in metrics)
+
+
+def test_the_table_of_private_names_of_vllm_names_what_each_file_uses():
+    section = PAGE.partition("## Another version of vLLM")[2]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 8
+    for path, cell in rows:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        missing = [name for name in re.findall(r"`([^`]+)`", cell) if name not in source]
+        assert not missing, path
