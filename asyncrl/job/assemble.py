@@ -33,6 +33,7 @@ from asyncrl.config import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.workers import Workers
 from asyncrl.job.disk import check_room, checkpoint_bytes
+from asyncrl.job.host_memory import check_host_memory
 from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task, try_copies
 from asyncrl.job.node import Follower, Leader, Rank
 from asyncrl.job.resume import (
@@ -147,7 +148,7 @@ def lead(rank: Rank, model_path: str, task: Task, worker_main: Callable) -> Lead
     """
     cluster = rank.cluster
     config, lines = _fit_model(rank, model_path)
-    _check_disk(rank, config, num_parameters(model_path))
+    _check_host(rank, config, num_parameters(model_path))
     config, placement = _fit_memory(rank, config, model_path)
     placement = claim_cores(placement, rank.on_end)
     _show(cluster, placement, model_path)
@@ -232,6 +233,13 @@ def _fit_model(rank: Rank, model_path: str) -> tuple[Config, list[str]]:
     if rank.cluster.is_first and rank.trains:
         print(*lines, sep="\n", flush=True)
     return config, lines
+
+
+def _check_host(rank: Rank, config: Config, num_parameters: int) -> None:
+    """Raise ValueError if this host lacks memory or disk for the run."""
+    if rank.trains:
+        check_host_memory(config, num_parameters, rank.device.type)
+    _check_disk(rank, config, num_parameters)
 
 
 def _check_disk(rank: Rank, config: Config, num_parameters: int) -> None:

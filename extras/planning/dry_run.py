@@ -22,6 +22,7 @@ from asyncrl.cluster.gpus import visible_gpus
 from asyncrl.cluster.placement import Placement, available_cores, place
 from asyncrl.config import Config, nearest
 from asyncrl.job.disk import check_room, checkpoint_bytes, format_bytes, free_bytes
+from asyncrl.job.host_memory import check_host_memory
 from asyncrl.job.inputs import check_model, check_tokenizer, make_tickets, read_task
 from asyncrl.runlog.run_directory import check_is_free
 from asyncrl.trainer.dtype import choose_dtype
@@ -76,6 +77,7 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
         if pool:
             config, placed, predicted = _plan_gpus(given, pool, shape)
         else:
+            check_host_memory(config, shape.num_parameters, device)
             placed = _place_here(config)
         yield from placed
         yield choose_lr(config, shape.num_parameters)[1]
