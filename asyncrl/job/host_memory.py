@@ -14,7 +14,7 @@ SENT_COPIES = 3
 def least_bytes(config: Config, num_parameters: int, device: str) -> int:
     """Return the least host memory that a node of a run needs, bytes. Adapters and activations are not counted."""
     engine_bytes = 4 if config.dtype_on(device) == "float32" else 2
-    num_copies = config.publish_delay and config.publish_delay + 1
+    num_copies = config.publish_delay + 1 if config.publish_delay else 0
     trained_bytes = 0
     if device == "cpu":
         num_copies += SENT_COPIES
@@ -24,10 +24,12 @@ def least_bytes(config: Config, num_parameters: int, device: str) -> int:
 
 def check_host_memory(config: Config, num_parameters: int, device: str) -> None:
     """Raise ValueError if the free memory of this host is less than a run needs at least."""
-    needed, free = least_bytes(config, num_parameters, device), psutil.virtual_memory().available
+    needed = least_bytes(config, num_parameters, device)
+    free = psutil.virtual_memory().available
     if needed <= free:
         return
-    held_back, delay = "", config.publish_delay
+    held_back = ""
+    delay = config.publish_delay
     if delay:
         held_back = f", with {delay + 1} versions of the weights for --publish-delay {delay}"
     raise ValueError(
