@@ -90,6 +90,8 @@ class RolloutWorker:
             case Stop():
                 self.send(Stopped(self.proxy.activity.report()))
                 self._ended.set_result(None)
+            case _:
+                raise RuntimeError(f"the controller sent an unknown message: {message!r}")
 
     async def serve(self) -> None:
         """Act on messages until Stop or a failure. Then end the engine and the environments."""
@@ -113,6 +115,9 @@ class RolloutWorker:
                 message = self.connection.recv()
             except (EOFError, OSError):
                 end_session()  # the controller is gone
+            except Exception as error:  # it cannot be unpickled: the controller has other code
+                loop.call_soon_threadsafe(self._ended.set_exception, error)
+                return
             loop.call_soon_threadsafe(self._receive, message)
 
     def _receive(self, message) -> None:

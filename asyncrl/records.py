@@ -7,8 +7,8 @@ call in time, and at a semicolon other work is between:
    `TicketSource.next_group` → `SampleBuffer.admit` → `TicketSource.for_group` → `Dispatcher.enqueue` → `send_out` →
    `assign` → the message `Tickets`.
 2. Worker (rollout.py, asyncrl/engine/): `RolloutWorker._start_tickets` → `make_episodes` → `_run_ticket` →
-   `Episode.run` → `play` → `act` → `ask_policy` → `LLMProxy.generate` → `sample_part` → `read_completion`; then
-   `Environment.step` → `make_trajectory` → `RolloutWorker.flush` → the message `Finished`.
+   `Episode.run` → `play` → `take_turns` → `act` → `ask_policy` → `LLMProxy.generate` → `sample_part` →
+   `read_completion`; then `Environment.step` → `make_trajectory` → `RolloutWorker.flush` → the message `Finished`.
 3. Controller: `Controller.on_message` → `finish_tickets` (its slot is free) → `_on_trajectory` → `Dispatcher.add` →
    `SampleBuffer.add`. The trajectory of an evaluation goes to `Evaluation.add`.
 4. Trainer (asyncrl/job/node.py, asyncrl/trainer/): `Leader.take_batch` → `Controller.wait_for_batch` →

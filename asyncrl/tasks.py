@@ -44,9 +44,14 @@ def with_arguments(
 ) -> functools.partial:
     """Return `make` with arguments from --task-args, and with all `given` arguments that it takes.
 
-    Raises ValueError for an argument that it does not take, and for one that it lacks.
+    Raises ValueError for an argument or rows that it does not take, and for an argument that it lacks.
     """
     signature = inspect.signature(make, eval_str=True)
+    if given.get("data_path") and "data_path" not in signature.parameters:
+        raise ValueError(
+            f"--task {name} reads no --data-path; leave it out, or write --task jsonl --data-path "
+            f"{given['data_path']}"
+        )
     options = [
         parameter for parameter in signature.parameters.values() if parameter.name not in given
     ]

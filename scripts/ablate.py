@@ -250,9 +250,10 @@ def warn_of_few_versions(cells: list[dict], extra: tuple[str, ...]) -> None:
     num_steps = min(cell.get("steps", common.steps) for cell in cells)
     num_versions = max(0, num_level_versions(num_steps, lag))
     if num_versions < MIN_VERSIONS:
+        final = ". Final accuracy needs no more steps" if common.eval_every else ""
         print(
             f"warning: {num_steps} steps with a lag of {lag} can leave {num_versions} versions for level, which needs "
-            f"{MIN_VERSIONS}; give -- --steps {2 * (lag + MIN_VERSIONS) - 1}. Final accuracy needs no more steps",
+            f"{MIN_VERSIONS}; give -- --steps {2 * (lag + MIN_VERSIONS) - 1}{final}",
             file=sys.stderr,
         )
 

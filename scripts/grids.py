@@ -58,6 +58,11 @@ NOT_FINITE = re.compile(r"loss \S+ and gradient norm \S+ at update \d+ must be f
 """The only error that is a result. asyncrl/trainer/policy.py raises it. Another error can be of a full disk."""
 DISAGREEMENT = 0.3
 """Range of the final accuracy over seeds above which a mean says little."""
+SPREAD = (
+    "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that is "
+    "larger: of rewards from version to version, or of the answers that an evaluation samples."
+)
+"""What the pages say of the intervals. Records of older code lack the number of answers, and have no such noise."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -92,6 +97,9 @@ def record_of(run: Run) -> dict:
     config = run.info["config"]
     record["updates_per_step"] = config["minibatches"] * config["optim.epochs"]
     record["evaluations"] = list(evaluations(run.metrics).items())
+    num_responses = run.metrics.get("eval/problems", pd.Series(dtype=float)).dropna()
+    if len(num_responses):
+        record["eval_responses"] = int(num_responses.iloc[-1])
     late = run.metrics.tail(max(1, len(run.metrics) // 10)).reindex(columns=[*LATE_COLUMNS])
     numbers = summarise(run.metrics) | late.astype(float).mean().to_dict()
     record["summary"] = {
@@ -242,6 +250,9 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     runs["final"] = [
         of_run.get(last, math.nan) for of_run, last in zip(evaluations, steps, strict=True)
     ]
+    # as if all problems were equally hard, which overstates it
+    num_responses = [record.get("eval_responses", math.nan) for record in runs["record"]]
+    runs["final_variance"] = runs["final"] * (1 - runs["final"]) / num_responses
     return runs.set_axis([key(record["cell"]) for record in runs["record"]])
 
 
@@ -322,6 +333,7 @@ def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
         error_of_mean(rewards.loc[start:])
         for rewards, start in zip(by_version, rows["start"], strict=True)
     ]
+    rows["final_noise"] = (runs["final_variance"] + partner["final_variance"]) ** 0.5
     return rows[partner["loss"].notna().to_numpy() & (runs.index != pd.Index(partners))]
 
 
@@ -340,7 +352,7 @@ def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
     """
     known = rows.dropna(subset=measure)
     noise = known.get(f"{measure}_noise", pd.Series(0.0, known.index))
-    groups = known.assign(noise=noise).groupby(["setting", "loss"], sort=False)
+    groups = known.assign(noise=noise.fillna(0.0)).groupby(["setting", "loss"], sort=False)
     compared = groups[measure].agg(["count", "mean"]).reset_index()
     compared[["mean", "low", "high", "p"]] = [
         interval(group[measure], group["noise"]) for _, group in groups
@@ -500,8 +512,7 @@ def paired_page(rows: pd.DataFrame) -> list[str]:
     return [
         "A loss on stale data less the same loss and seed on fresh data (`async_ratio` and `publish_delay` 0), by the "
         "policy version that sampled. Runs of a seed share first weights, sampling seeds, and the problems of a step. "
-        "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
-        "is larger. Where a loss has no fresh run, `grpo`'s serves: with one update a step "
+        f"{SPREAD} Where a loss has no fresh run, `grpo`'s serves: with one update a step "
         "they have one gradient there. In 16 bits rounding moves ratios from 1, which a narrow clip cuts. So give a "
         "loss its own fresh run there.",
         *measure_tables(rows, "fresh"),
@@ -514,8 +525,7 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
         return []
     return [
         f"A loss less `{baseline}` with the same seed and setting, so at the same lag. Above zero the loss is better. "
-        "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that "
-        "is larger.",
+        f"{SPREAD}",
         *measure_tables(rows, f"`{baseline}`"),
     ]
 
@@ -527,8 +537,7 @@ def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
         return [f"No run has a partner with equal other options and without {names}."]
     return [
         f"A run less the run with the same loss, seed and other options, but without {names}. Above zero the options "
-        "help. Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run "
-        "where that is larger.",
+        f"help. {SPREAD} Level is no fair measure of an option that chooses the responses to train on.",
         *measure_tables(rows, "without the options"),
     ]
 

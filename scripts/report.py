@@ -178,7 +178,7 @@ def verdicts(run: Run) -> dict[str, str]:
         record["text"] for record in run.records if record["event"] == "warning"
     )
     shown = {"warning": "; ".join(warnings)} if warnings else {}
-    return failures(run) | shown | checks(run) | learning(run.metrics)
+    return failures(run) | shown | checks(run) | staleness(run) | learning(run.metrics)
 
 
 def checks(run: Run) -> dict[str, str]:
@@ -202,6 +202,20 @@ def checks(run: Run) -> dict[str, str]:
             verdict = healthy if largest <= limit else fault
             shown[metric] = f"{verdict} (at most {largest:.3g}, limit {limit:g})"
     return shown
+
+
+def staleness(run: Run) -> dict[str, str]:
+    """Return the verdict on the bound on staleness; nothing if there is no bound."""
+    names = ("async_ratio", "publish_delay", "over_sampling", "stale_policy", "swarm.refresh_lag")
+    options = run.info["config"]
+    config = Config.from_dict({name: options[name] for name in names if name in options})
+    if config.stale_policy == "gate" or "staleness/max" not in run.metrics:
+        return {}
+    oldest = run.metrics["staleness/max"].max()
+    verdict = "fine"
+    if oldest > config.max_staleness:
+        verdict = "older than the bound: the loop trains on other groups, too"
+    return {"staleness/max": f"{verdict} (at most {oldest:g}, limit {config.max_staleness})"}
 
 
 def learning(metrics: pd.DataFrame) -> dict[str, str]:

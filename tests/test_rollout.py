@@ -287,6 +287,22 @@ def test_trajectories_wait_for_the_next_message_but_not_the_last_one(monkeypatch
     assert ended == [[0, 1], [2]]
 
 
+def test_a_message_that_cannot_be_read_or_is_unknown_ends_the_worker():
+    class Unreadable(QueuePipe):
+        def __init__(self):
+            super().__init__()
+            self.recv = self.fail
+
+        def fail(self):
+            raise AttributeError("no such class")
+
+    config = Config(task=TASK, max_prompt_tokens=64, timeout_s=90)
+    for pipe, error in ((Unreadable(), "no such class"), (QueuePipe(), "unknown message: 'hello'")):
+        pipe.inbox.put("hello")
+        with pytest.raises((AttributeError, RuntimeError), match=error):
+            asyncio.run(asyncio.wait_for(serve(SamplingEngine(None, None), pipe, config), 20))
+
+
 def said_in(pipe):
     """Kinds of messages."""
     return [type(pipe.outbox.get()) for _ in range(pipe.outbox.qsize())]

@@ -107,7 +107,7 @@ import torch
 def loss(inputs, *, clip: float = 0.2):
     ratio = (inputs.logprobs - inputs.behavior_logprobs).clamp(-20, 20).exp()
     cut = torch.clamp(ratio, 1 - clip, 1 + clip)
-    return -torch.minimum(ratio * inputs.advantages, cut * inputs.advantages), {"ratio": ratio.detach()}
+    return -torch.minimum(ratio * inputs.advantages, cut * inputs.advantages), {"weight": ratio.detach()}
 """
 ENVIRONMENT = '''
 import gymnasium

@@ -21,6 +21,9 @@ from asyncrl.controller.workers import Worker, Workers
 from asyncrl.messages import Abort, Idle, IdleReason, Tickets
 from asyncrl.records import Ticket, Trajectory
 
+PUT_BACK: tuple[DropReason, ...] = ("stale", "surplus", "discarded", "late", "shut_out")
+"""Reasons after which a problem is issued again, so that training includes slow problems. Equal rewards and failures
+would come again."""
 MIN_GROUPS = 20
 """Least number of the newest groups whose failed share is checked. It is the number of outstanding groups if that is
 larger, because failed groups end earlier."""
@@ -98,13 +101,10 @@ class Dispatcher:
             self.drop(group_id, "surplus")
 
     def drop(self, group_id: int, reason: DropReason) -> None:
-        """Drop a group. Its problem is issued again, unless equal rewards or failures are the reason.
-
-        So training includes slow problems.
-        """
+        """Drop a group, and issue its problem again if the reason is one of PUT_BACK."""
         problem = self.buffer.drop(group_id, reason)
         self._abort(group_id)
-        if reason not in ("filtered", "failed"):
+        if reason in PUT_BACK:
             self.ticket_source.put_back(problem)
 
     def _abort(self, group_id: int) -> None:

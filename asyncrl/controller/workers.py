@@ -180,6 +180,8 @@ class Workers:
         self._readings: list[Future] = []
         # Python's resource tracker removes semaphores of killed workers. Its warnings are not needed.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+        self._pids_before = {child.pid for child in multiprocessing.active_children()}
+        """Processes of the program that called `train`."""
         self._temporary = folder_of_sockets()
         self._threads = ThreadPoolExecutor(4 * len(placement.workers) or 1)
 
@@ -329,6 +331,7 @@ class Workers:
         for worker in self:
             worker.process.stop(max(0.0, deadline - time.monotonic()) if worker.is_up else 0.0)
         for child in multiprocessing.active_children():  # a start may have been interrupted
-            kill_session(child.pid)
+            if child.pid not in self._pids_before:
+                kill_session(child.pid)
         self._threads.shutdown()
         self._temporary.cleanup()

@@ -54,7 +54,8 @@ def read_completion(output, num_top: int) -> Completion:
     top = {}
     if num_top:
         ids = np.reshape(output.logprobs.token_ids if tokens else [], shape).astype(np.int32)
-        top = {"top_ids": ids[:, 1:], "top_logprobs": logprobs[:, 1:]}
+        likeliest = slice(1, 1 + num_top)
+        top = {"top_ids": ids[:, likeliest], "top_logprobs": logprobs[:, likeliest]}
     return Completion(
         tokens,
         reasons[output.finish_reason],

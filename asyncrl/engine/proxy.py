@@ -194,7 +194,7 @@ class LLMProxy:
         for request in requests:
             request.is_aborted = True
         # The engine may not know the newest requests yet, and ignores these ids. Such a response runs on, and
-        # Episode.play calls its end aborted.
+        # Episode.take_turns calls its end aborted.
         await self.engine.abort(engine_ids_of(requests))
 
     def take_sampled(self) -> SampledTokens:

@@ -237,8 +237,8 @@ def _fit_model(rank: Rank, model_path: str) -> tuple[Config, list[str]]:
 
 def _check_host(rank: Rank, config: Config, num_parameters: int) -> None:
     """Raise ValueError if this host lacks memory or disk for the run."""
-    if rank.trains:
-        check_host_memory(config, num_parameters, rank.device.type)
+    if rank.trains and rank.device.type == "cpu":
+        check_host_memory(config, num_parameters)
     _check_disk(rank, config, num_parameters)
 
 

@@ -1,4 +1,7 @@
-"""Check before a run starts whether the host has memory for its weights and for the versions that are held back."""
+"""Check before a run on CPUs starts whether the host has memory for its weights and the versions that are held back.
+
+extras/planning checks the host of GPUs.
+"""
 
 import psutil
 
@@ -11,20 +14,17 @@ SENT_COPIES = 3
 """Copies of the weights for an engine on a CPU: two buffers to send them, and the engine's."""
 
 
-def least_bytes(config: Config, num_parameters: int, device: str) -> int:
-    """Return the least host memory that a node of a run needs, bytes. Adapters and activations are not counted."""
-    engine_bytes = 4 if config.dtype_on(device) == "float32" else 2
-    num_copies = config.publish_delay + 1 if config.publish_delay else 0
-    trained_bytes = 0
-    if device == "cpu":
-        num_copies += SENT_COPIES
-        trained_bytes = 0 if config.lora_rank else TRAINED_BYTES
-    return (trained_bytes + num_copies * engine_bytes) * num_parameters
+def least_bytes(config: Config, num_parameters: int) -> int:
+    """Return the least host memory that a run on CPUs needs, bytes. Adapters and activations are not counted."""
+    engine_bytes = 4 if config.dtype_on("cpu") == "float32" else 2
+    num_held_back = config.publish_delay + 1 if config.publish_delay else 0
+    trained_bytes = 0 if config.lora_rank else TRAINED_BYTES
+    return (trained_bytes + (SENT_COPIES + num_held_back) * engine_bytes) * num_parameters
 
 
-def check_host_memory(config: Config, num_parameters: int, device: str) -> None:
-    """Raise ValueError if the free memory of this host is less than a run needs at least."""
-    needed = least_bytes(config, num_parameters, device)
+def check_host_memory(config: Config, num_parameters: int) -> None:
+    """Raise ValueError if the free memory of this host is less than a run on CPUs needs at least."""
+    needed = least_bytes(config, num_parameters)
     free = psutil.virtual_memory().available
     if needed <= free:
         return

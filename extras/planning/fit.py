@@ -4,6 +4,9 @@ A run calls `fit_memory` before it loads anything. A dry run calls the same func
 """
 
 import math
+import os
+import shlex
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -125,10 +128,9 @@ class PlanningPlugin(Plugin):
                     torch.cuda.set_per_process_memory_fraction(fraction)
 
     def on_end(self, run_path: Path) -> None:
-        """Name the script that gives advice."""
-        print(
-            f"for advice on α and the split of devices: .venv/bin/python scripts/advise.py {run_path}"
-        )
+        """Print the command that shows the run, with advice."""
+        script = os.path.relpath(Path(__file__).parents[2] / "scripts" / "report.py")
+        print(f"look at the run: {shlex.join([sys.executable, script, str(run_path)])}")
 
 
 PLUGIN = PlanningPlugin()

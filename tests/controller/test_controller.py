@@ -290,12 +290,15 @@ def test_a_process_that_dies_is_reported_with_its_status_and_the_first_error_of_
 
 
 def test_the_end_of_a_run_ends_a_worker_whose_start_was_interrupted(tmp_path):
-    """Its process is there, and it is in no list yet."""
+    """Its process is there, and it is in no list yet. A process from before the run is the caller's, and lives."""
+    context = multiprocessing.get_context("spawn")
+    before = context.Process(target=time.sleep, args=(300,), daemon=True)
+    before.start()
     workers = Workers(Config(), PLACEMENT, "", tmp_path, end_with_an_error)
-    child = multiprocessing.get_context("spawn").Process(
-        target=time.sleep, args=(300,), daemon=True
-    )
+    child = context.Process(target=time.sleep, args=(300,), daemon=True)
     child.start()
     workers.stop()
     child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+    assert child.exitcode == -signal.SIGKILL and before.is_alive()
+    before.kill()
+    before.join(60)

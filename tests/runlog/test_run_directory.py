@@ -1,5 +1,6 @@
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,34 @@ import pytest
 from programs import start_python
 
 from asyncrl.config import Config
+from asyncrl.runlog import header
 from asyncrl.runlog.header import git
 from asyncrl.runlog.record_file import RecordFile
 from asyncrl.runlog.run_directory import RunDirectory
 from scripts.lines import read
+
+
+def test_changes_of_the_code_have_new_files_of_it_too_and_no_others(tmp_path, monkeypatch):
+    def run_git(*words):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    run_git("init")
+    (tmp_path / "algos").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "algos/old.py").write_text("old = 1\n")
+    run_git("add", ".")
+    run_git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "Add old")
+    monkeypatch.setattr(header, "ROOT", tmp_path)
+    monkeypatch.setattr(header, "git", lambda *words: real_git("-C", str(tmp_path), *words))
+    real_git = git
+    assert header.uncommitted_changes() == ""
+    (tmp_path / "algos/new.py").write_text("new = 2\n")
+    (tmp_path / "mine/other.py").write_text("other = 3\n")
+    assert header.uncommitted_changes().splitlines()[-1] == "+new = 2"
+    (tmp_path / "algos/old.py").write_text("old = 4\n")
+    changes = header.uncommitted_changes()
+    assert "+old = 4" in changes and "+new = 2" in changes and "other" not in changes
+
 
 TAKEN = r"(one|node_1) exists; give another --run-name"
 

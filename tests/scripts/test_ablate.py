@@ -231,7 +231,7 @@ def test_a_run_is_started_in_the_folder_of_the_caller(ablate_stub, tmp_path, mon
     folder.mkdir()
     (tmp_path / "stub.py").write_text(f"{STUB}\npathlib.Path('here').write_text(given['runs-dir'])")
     monkeypatch.chdir(folder)
-    ablate_stub("--algos", "grpo", "--out", "mine", "--keep-runs", "--", "--data-path", "rows.csv")
+    ablate_stub("--algos", "grpo", "--out", "mine", "--keep-runs")
     assert (folder / "here").read_text() == str(folder / "mine/runs")
     assert (folder / "mine/table.md").exists() and not (tmp_path / "mine").exists()
 

@@ -12,6 +12,7 @@ import shutil
 import tomllib
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -174,6 +175,23 @@ def test_a_run_whose_groups_teach_nothing_or_whose_reward_fell_is_told_so(reward
     columns = {"step": range(1, len(rewards) + 1), "reward/mean": rewards}
     metrics = pd.DataFrame(columns | {"reward/zero_variance_groups": equal})
     assert [*report.learning(metrics).values()] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({"async_ratio": 0.5, "publish_delay": 2}, "fine (at most 3, limit 3)"),
+        (
+            {"async_ratio": 2.0},
+            "older than the bound: the loop trains on other groups, too (at most 3, limit 2)",
+        ),
+        ({"async_ratio": 2.0, "stale_policy": "gate"}, None),
+    ],
+)
+def test_the_bound_on_staleness_is_compared_with_the_oldest_token(options, verdict):
+    metrics = pd.DataFrame({"staleness/max": [0, 3, 1]})
+    run = SimpleNamespace(info={"config": options}, metrics=metrics)
+    assert report.staleness(run).get("staleness/max") == verdict
 
 
 def test_a_run_that_was_killed_or_still_trains_is_reported_as_far_as_it_got(run):
