@@ -343,14 +343,11 @@ def require(condition: bool, message: str):
         raise SystemExit(f"error: {message}")
 
 
-# An advantage compares the responses of a group.
-LEAST = {"async_ratio": 0, "publish_delay": 0, "lr": 0, "seed": 0, "group_size": 2}
-
-
 def check(options: Options):
     """End the run if an option has a wrong value."""
     for name, value in vars(options).items():
-        least = LEAST.get(name, 1)
+        least = 0 if name in ("async_ratio", "publish_delay", "lr", "seed") else 1
+        least += name == "group_size"  # an advantage compares responses
         if isinstance(value, int | float):
             message = f"--{name.replace('_', '-')} must be at least {least}, got {value}"
             require(least <= value < math.inf, message)
