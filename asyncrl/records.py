@@ -14,8 +14,8 @@ call in time, and at a semicolon other work is between:
 4. Trainer (asyncrl/job/node.py, asyncrl/trainer/): `Leader.take_batch` → `Controller.wait_for_batch` →
    `hold_batch` → `SampleBuffer.find_batch`; `consume_batch`; `share_batch` → `sequences_by_minibatch` →
    `estimate_advantages`; `distribute`; `Policy.train_step` → `pack_to_train` → `pack`; for each update `_make_update` →
-   `_per_token_loss` → the loss, times `token_weights`; `backward`; `_step`, which clips the gradient and calls the
-   optimizer.
+   `_per_token_loss` → `forward` → `TokenLogprobs.forward`, the log-probs now → the loss, times `token_weights`;
+   `backward`; `_step`, which clips the gradient and calls the optimizer.
 
 asyncrl/controller/controller.py has the death of a worker, and cancellation.
 """

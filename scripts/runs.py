@@ -80,6 +80,17 @@ class Run:
         return frame(read(self.path / "samples.jsonl", may_be_cut=True))
 
 
+def end_of(path: Path) -> str:
+    """Return why a run in a directory ended early, from its last end; without one what to do."""
+    events = path / "events.jsonl"
+    ends = [
+        record["reason"]
+        for record in (read(events, may_be_cut=True) if events.exists() else ())
+        if record["event"] == "run_ended"
+    ]
+    return f"it ended by {ends[-1]}" if ends and ends[-1] else "wait for it, or see worker_*.log"
+
+
 def load(path: str | Path) -> Run:
     """Read a run's directory, or the log of nano_async.py: it has no events and no samples.
 
@@ -103,7 +114,7 @@ def load(path: str | Path) -> Run:
         raise ValueError(f"{path / 'run.json'} {what}") from None
     metrics = read(path / "metrics.jsonl", may_be_cut=True)
     if not metrics:
-        what = "is empty: the run has not finished a step; wait for it, or see worker_*.log"
+        what = f"is empty: the run has not finished a step; {end_of(path)}"
         raise ValueError(f"{path / 'metrics.jsonl'} {what}")
     return Run(path, info, frame(metrics))
 

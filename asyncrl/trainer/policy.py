@@ -107,10 +107,10 @@ class Policy(WholeWeights):
         first epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights
         before the first update.
 
-        Returns metrics by their names in the log, equal on all ranks. `loss/total`, `grad_norm` (before clipping) and
-        `changed_weights` (share of weights that an update changes in bfloat16) are means over the updates. `loss/lr` is
-        that of the last update. staleness_metrics, TokenStats, the plugins and estimate_step (with a value head) add
-        the rest.
+        Returns metrics by their names in the log, equal on all ranks but for this rank's memory. `loss/total`,
+        `grad_norm` (before clipping) and `changed_weights` (share of weights that an update changes in bfloat16) are
+        means over the updates. `loss/lr` is that of the last update. staleness_metrics, TokenStats, the plugins and
+        estimate_step (with a value head) add the rest.
         Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
         and for a token of a newer version than `policy_version`.
         """

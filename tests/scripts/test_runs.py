@@ -35,6 +35,18 @@ def test_a_missing_run_is_an_error_with_the_nearest_name(path):
         load(f"{path.parent}/runz")
 
 
+def test_the_error_for_a_run_without_a_step_has_the_reason_of_its_end(path):
+    (path / "metrics.jsonl").write_text("")
+    ends = [{"event": "run_ended", "reason": reason} for reason in ("", "RuntimeError: 13 failed")]
+    for events, text in (
+        (ends[:1], "wait for it, or see worker"),
+        (ends, "ended by RuntimeError: 13 failed$"),
+    ):
+        write_jsonl(path / "events.jsonl", events)
+        with pytest.raises(ValueError, match=f"metrics.jsonl is empty.*; .*{text}"):
+            load(path)
+
+
 def test_events_are_frames_by_kind_whose_ids_stay_whole_numbers(path):
     resumed = load(RECORDED).metrics[10:]
     assert progress(resumed)["samples"].iloc[0] == 640
