@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -428,14 +428,19 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
     failures: list[BaseException] = []
     stop = threading.Event()
 
-    def attempt(cell: dict) -> dict | None:
+    writing = threading.Lock()
+
+    def attempt(cell: dict) -> None:
         if failures:
-            return None
+            return
         number = num_finished + missing.index(cell) + 1
         print(f"{names[key(cell)]} starts, {number} of {len(cells)}", flush=True)
         try:
             check_code(cell, codes[key(cell)], arguments.extra)  # an edit while the grid runs
-            return run_cell(cell, names[key(cell)], arguments, stop)
+            record = run_cell(cell, names[key(cell)], arguments, stop)
+            with writing:
+                keep(record, names[key(cell)], path)
+                print(" ", time_needed(cells, read_records(path), arguments.parallel), flush=True)
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 
@@ -444,12 +449,7 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
         arguments.parallel, initializer=lambda: os.sched_setaffinity(0, shares.pop())
     ) as pool:
         try:
-            futures = [pool.submit(attempt, cell) for cell in missing]
-            for future in as_completed(futures):
-                if record := future.result():
-                    keep(record, names[key(record["cell"])], path)
-                    left = time_needed(cells, read_records(path), arguments.parallel)
-                    print(f"  {left}", flush=True)
+            wait([pool.submit(attempt, cell) for cell in missing])
         except KeyboardInterrupt as interrupt:
             failures.insert(0, interrupt)
             stop.set()
