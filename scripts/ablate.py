@@ -74,6 +74,8 @@ SIMILAR_WORDS = {
     "--staleness": "--publish-delay K1 K2, or --async-ratio N1 N2 for at most N steps",
 }
 """Words that are no options of this script, with the options that they mean."""
+WRITING = threading.Lock()
+"""Held while a record is written."""
 POLL_S = 0.2
 """Time between two looks whether a run must end."""
 GRACE_S = 10.0
@@ -410,6 +412,14 @@ def check_code(cell: dict, code_before: dict[str, str], extra: tuple[str, ...]) 
         )
 
 
+def keep_and_report(record: dict, name: str, cells: list[dict], arguments: Arguments) -> None:
+    """Append a cell's record, and print its result and the time that the other cells need."""
+    path = arguments.out / "cells.jsonl"
+    with WRITING:
+        keep(record, name, path)
+        print(" ", time_needed(cells, read_records(path), arguments.parallel), flush=True)
+
+
 def run_missing(cells: list[dict], arguments: Arguments) -> None:
     """Run the unfinished cells, and append each record as it comes.
 
@@ -423,24 +433,21 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
     codes = {key(cell): code_of(cell, arguments.extra) for cell in missing}
     warn_of_other_commits(records if missing else [])
     num_finished = len(cells) - len(missing)
+    numbers = {key(cell): number for number, cell in enumerate(missing, num_finished + 1)}
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     failures: list[BaseException] = []
     stop = threading.Event()
 
-    writing = threading.Lock()
-
     def attempt(cell: dict) -> None:
         if failures:
             return
-        number = num_finished + missing.index(cell) + 1
-        print(f"{names[key(cell)]} starts, {number} of {len(cells)}", flush=True)
+        print(names[key(cell)], f"starts, {numbers[key(cell)]} of {len(cells)}", flush=True)
         try:
             check_code(cell, codes[key(cell)], arguments.extra)  # an edit while the grid runs
             record = run_cell(cell, names[key(cell)], arguments, stop)
-            with writing:
-                keep(record, names[key(cell)], path)
-                print(" ", time_needed(cells, read_records(path), arguments.parallel), flush=True)
+            if not stop.is_set():  # the signal may have ended it
+                keep_and_report(record, names[key(cell)], cells, arguments)
         except Exception as error:  # whatever ends a run must leave the records of the others
             failures.append(error)
 

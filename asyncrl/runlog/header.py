@@ -88,13 +88,14 @@ def write_header(path: Path, header: dict, resumed_from: int | None) -> None:
 def uncommitted_changes() -> str | None:
     """Return the diff of this code against its commit, new files of SOURCES included; None without git."""
     changes = git("diff", "HEAD")
-    new_files = git("ls-files", "--others", "--full-name", "--exclude-standard", *SOURCES)
+    new_files = git("ls-files", "-z", "--others", "--full-name", "--exclude-standard", *SOURCES)
     if changes is None or new_files is None:
         return None
     parts = [changes] if changes else []
-    for name in new_files.splitlines():
-        lines = (ROOT / name).read_text(encoding="utf-8", errors="backslashreplace").splitlines()
-        parts += difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
+    for name in filter(None, new_files.split("\0")):
+        with contextlib.suppress(OSError):  # a link to nothing
+            lines = (ROOT / name).read_text("utf-8", "backslashreplace").splitlines()
+            parts += difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
     return "\n".join(parts)
 
 
