@@ -634,6 +634,8 @@ class Option:
         limits = _limits_of(self.kind)
         allowed = allowed_values(self.kind, value)
         hint = nearest(str(shown), limits.examples if limits else allowed.split(" or "))
+        if str(shown).endswith(".py"):
+            hint = f"; it lacks the name, as in {shown}:NAME"
         return f"{self.flag} must be {allowed}, got {shown!r}{hint}"
 
 
@@ -890,13 +892,16 @@ def _kind_of(parameter: inspect.Parameter) -> Any:
 
 def allowed_values(annotation: Any, value: Any = None) -> str:
     """Return the values that an annotation allows, in words; empty if it allows all. It does not allow `value`."""
+    kinds = get_args(annotation)
     limits = _limits_of(annotation)
     if limits is not None:
-        return _limits_in_words(limits, value)
+        is_whole = kinds[0] is int and value is not None
+        return "a whole number " * is_whole + _limits_in_words(limits, value)
     if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
-        return allowed_values(get_args(annotation)[0], value)
+        is_meant_unset = NoneType in kinds and str(value) == "none"
+        return allowed_values(kinds[0], value) + ", or None" * is_meant_unset
     if get_origin(annotation) is Literal:
-        return " or ".join(map(str, get_args(annotation)))
+        return " or ".join(map(str, kinds))
     words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
     return words.get(annotation, "")
 

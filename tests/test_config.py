@@ -21,7 +21,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)
 def test_every_number_has_a_range_that_holds_no_infinity(option):
-    assert re.match(r"[≥>] [^e]+ and [≤<] [^e]+", allowed_values(option.kind, math.inf))
+    assert re.search(r"[≥>] [^e]+ and [≤<] [^e]+", allowed_values(option.kind, math.inf))
     for value in ("inf", "nan"):
         with pytest.raises(ValueError, match=rf"^{option.flag} must be .+, got '?{value}'?$"):
             read_options([option.flag, value]).checked()

@@ -73,7 +73,7 @@ WORDS_OF_OTHER_PROJECTS = {
     ),
     "--max-tokens-per-microbatch N for memory, or --minibatches N for more updates a step": (
         "gradient-accumulation-steps micro-batch-size micro-train-batch-size "
-        "ppo-micro-batch-size-per-gpu"
+        "ppo-micro-batch-size-per-gpu steps-per-generation"
     ),
     "--max-tokens-per-microbatch N": "max-tokens-per-gpu ppo-max-token-len-per-gpu",
     "--optim.epochs N": "num-iterations ppo-epochs max-epochs",
@@ -85,7 +85,7 @@ WORDS_OF_OTHER_PROJECTS = {
         "rollout-max-response-len max-tokens"
     ),
     "--lr VALUE": "learning-rate actor-learning-rate optim.lr",
-    "--kl-coef VALUE": "beta kl kl-beta kl-loss-coef init-kl-coef",
+    "--kl-coef VALUE": "beta kl kl-beta kl-loss-coef init-kl-coef use-kl-loss",
     "--algo-args clip_low=VALUE clip_high=VALUE": "epsilon eps-clip clip-eps clip-ratio cliprange",
     "--algo-args clip_low=VALUE": "clip-low clip-ratio-low",
     "--algo-args clip_high=VALUE": "epsilon-high eps-clip-high clip-ratio-high",
@@ -98,6 +98,10 @@ WORDS_OF_OTHER_PROJECTS = {
     ),
     "--loss-aggregation NAME": "loss-agg-mode",
     "--advantage NAME": "advantage-estimator adv-estimator",
+    "--advantage dr_grpo for rewards that are not divided by their deviation": (
+        "scale-rewards norm-adv-by-std-in-grpo disable-grpo-std-normalization"
+    ),
+    "--advantage.overlong-tokens N": "overlong-buffer.len soft-overlong-punishment",
     "--optim.entropy-coef VALUE": "entropy-coeff",
     "--max-grad-norm VALUE": "grad-clip clip-grad",
     "--drop-zero-variance": "dynamic-sampling dynamic-filtering filter-groups.enable",
@@ -111,7 +115,14 @@ WORDS_OF_OTHER_PROJECTS = {
         "tp tensor-parallel-size tensor-model-parallel-size vllm-tensor-parallel-size "
         "rollout-num-gpus-per-engine"
     ),
+    "--max-prompt-tokens N and --max-response-tokens N": (
+        "seq-len max-seq-len max-length max-model-len vllm-max-model-length"
+    ),
     "--num-rollout-workers N": "vllm-num-engines rollout-num-engines",
+    "torchrun --nnodes N": "nnodes actor-num-nodes num-nodes",
+    "torchrun --nproc-per-node N, the GPUs that train": (
+        "n-gpus-per-node actor-num-gpus-per-node num-gpus"
+    ),
     "--gpu-memory-utilization VALUE": "vllm-gpu-memory-utilization sglang-mem-fraction-static",
     "nothing, because vLLM always samples": "vllm use-vllm",
     "--save-memory activations": "gradient-checkpointing",
@@ -249,7 +260,11 @@ def _refuse(event: parse_errors.ParseErrorEvent) -> NoReturn:
     if isinstance(event, parse_errors.UnrecognizedArgs):
         # Other tokens are values of unknown options. Those of verl have no dashes, and a dot.
         options = [token for token in event.tokens if re.match(r"--|\w+\..*=", token)]
-        lines = map(_unknown_option_error, options or event.tokens[:1])
+        if not options:
+            raise ValueError(
+                f"{event.tokens[0]} is no option, nor a second value of the option before it{HELP_HINT}"
+            )
+        lines = map(_unknown_option_error, options)
         raise ValueError(". ".join(lines).replace("?.", "?") + HELP_HINT)
     name = event.argument.lowered.name_or_flags[-1]
     if name.removeprefix("--") in SPLIT:

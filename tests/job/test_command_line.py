@@ -221,7 +221,8 @@ def test_a_run_of_the_last_release_is_resumed(tmp_path):
 def test_the_words_for_options_of_other_projects_are_read_here(words):
     flags = set(re.findall(r"--[\w.-]+", words))
     known = {option.flag for option in OPTIONS.values()}
-    assert flags <= known and (flags or words.startswith("nothing"))
+    of_torchrun = {"--nnodes", "--nproc-per-node"}
+    assert flags <= known | of_torchrun and (flags or words.startswith("nothing"))
     for option in WORDS_OF_OTHER_PROJECTS[words].split():
         assert OPTIONS_OF_OTHER_PROJECTS[option] == words and f"--{option}" not in known
         for word in (f"--{option}", f"--section.{option}"):
@@ -278,8 +279,8 @@ def test_a_run_json_is_a_file_of_options(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("steps = 0", "steps: --steps must be ≥ 1, got 0"),
-        ("steps = true", "steps: --steps must be ≥ 1, got True"),
+        ("steps = 0", "steps: --steps must be a whole number ≥ 1, got 0"),
+        ("steps = true", "steps: --steps must be a whole number ≥ 1, got True"),
         ("lr = [1]", "lr: --lr must be > 0, got '1'"),
         ("[optim]\nlr-scheduler = 'step'", "optim.lr-scheduler: --optim.lr-scheduler must be "),
         ("optim.args = ['a']", "optim.args: --optim.args must be NAME=VALUE"),
