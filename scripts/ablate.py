@@ -41,12 +41,13 @@ from asyncrl.cluster.streams import keep_printing
 from asyncrl.config import OPTIONS, Config, flag_of, nearest, with_home_folder, words_of
 from asyncrl.job.choices import try_choices
 from asyncrl.job.command_line import read_options_and_names
-from asyncrl.runlog.header import git
+from asyncrl.runlog.header import git, uncommitted_changes
 from scripts.grids import (
     MIN_SEEDS,
     MIN_VERSIONS,
     NOT_FINITE,
     QUESTIONS,
+    code_version,
     is_result,
     key,
     loss,
@@ -56,6 +57,7 @@ from scripts.grids import (
     record_of,
     report,
     setting,
+    warn_of_other_code,
 )
 from scripts.runs import load
 from scripts.table import show
@@ -269,18 +271,6 @@ def warn_of_few_seeds(num_seeds: int) -> None:
         )
 
 
-def warn_of_other_commits(records: list[dict]) -> None:
-    """Print the commits of finished cells, if they are not the one that is there now."""
-    now = git("rev-parse", "HEAD")
-    before = {record.get("git_commit") for record in records} - {None, now}
-    if now and before:
-        print(
-            f"warning: finished cells are of commit {', '.join(sorted(name[:12] for name in before))}, and new ones "
-            f"are of {now[:12]}; if runs differ between them, give another --out",
-            file=sys.stderr,
-        )
-
-
 def describe(cells: list[dict], records: list[dict], baseline: str | None) -> list[str]:
     """Return the names of the cells, and the question that each table answers or what it needs.
 
@@ -431,7 +421,9 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
     check_options(cells, records, arguments.extra)
     missing, names = unfinished(cells, records), run_names(cells, records)
     codes = {key(cell): code_of(cell, arguments.extra) for cell in missing}
-    warn_of_other_commits(records if missing else [])
+    if missing:
+        now = code_version(git("rev-parse", "HEAD"), uncommitted_changes())
+        warn_of_other_code([now, *(record["code"] for record in records)])
     num_finished = len(cells) - len(missing)
     numbers = {key(cell): number for number, cell in enumerate(missing, num_finished + 1)}
     print(f"{len(cells)} cells, {num_finished} of them finished before; {path}", flush=True)

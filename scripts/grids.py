@@ -9,10 +9,12 @@ the *baseline* in the same setting. Both are compared at the same version that *
 because its reward is seen later.
 """
 
+import hashlib
 import json
 import math
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -86,6 +88,7 @@ def read_records(path: Path) -> list[dict]:
             )
         record.setdefault("summary", dict.fromkeys([*SUMMARY, *LATE_COLUMNS]))
         record.setdefault("options", [])
+        record.setdefault("code", code_version(record.get("git_commit"), None))
         records[key(record["cell"])] = record
     return list(records.values())
 
@@ -93,7 +96,9 @@ def read_records(path: Path) -> list[dict]:
 def record_of(run: Run) -> dict:
     """Return what is kept of a cell's run: provenance, evaluations, summary and curves."""
     record = {name: run.info[name] for name in ("git_commit", "hardware", "packages")}
-    record["git_dirty"] = bool(run.info["git_diff"])
+    changes = run.info["git_diff"]
+    record["git_dirty"] = bool(changes)
+    record["code"] = code_version(run.info["git_commit"], changes)
     config = run.info["config"]
     record["updates_per_step"] = config["minibatches"] * config["optim.epochs"]
     record["evaluations"] = list(evaluations(run.metrics).items())
@@ -114,6 +119,25 @@ def record_of(run: Run) -> dict:
         if metric in run.metrics
     }
     return record
+
+
+def code_version(commit: str | None, changes: str | None) -> str | None:
+    """Return a name of this code, its commit and a digest of uncommitted changes; None without git."""
+    if not commit:
+        return None
+    digest = f" with changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
+    return commit[:12] + digest
+
+
+def warn_of_other_code(versions: Collection[str | None]) -> None:
+    """Print the versions of this code that the runs of a grid have, if there are several."""
+    known = sorted(set(versions) - {None})
+    if len(known) > 1:
+        print(
+            f"warning: runs of this grid have {len(known)} versions of this code, {', '.join(known)}; if runs differ "
+            "between them, give another --out",
+            file=sys.stderr,
+        )
 
 
 def key(cell: dict) -> str:
@@ -556,6 +580,7 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
     if not records:
         what = f"has no finished cell; scripts/ablate.py --out {out} makes it"
         raise ValueError(f"{out / 'cells.jsonl'} {what}")
+    warn_of_other_code([record["code"] for record in records])
     runs = runs_of(records)
     losses = runs["loss"].unique().tolist()
     baseline = baseline or ("grpo" if "grpo" in losses else losses[0])

@@ -16,7 +16,7 @@ from user_files import write_jsonl, write_user_code
 from asyncrl.config import words_of
 from scripts import ablate
 from scripts.ablate import cell_name, read_arguments
-from scripts.grids import key, read_records
+from scripts.grids import code_version, key, read_records
 
 STUB = """
 import json, os, pathlib, sys
@@ -71,7 +71,7 @@ def test_a_grid_has_whole_seeds_first_and_losses_beside_each_other_and_sweeps_an
 
 @pytest.fixture
 def ablate_stub(tmp_path, monkeypatch, capsys):
-    """Runs a grid of the stub, whole, and returns what it printed."""
+    """Runs a grid of the stub, and returns its errors and then its output."""
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr(ablate, "TRAIN", (sys.executable, tmp_path / "stub.py"))
 
@@ -79,7 +79,8 @@ def ablate_stub(tmp_path, monkeypatch, capsys):
         words = "--async-ratio", "0", "--seeds", "1", "--out", str(tmp_path / "grid"), *words
         monkeypatch.setattr(sys, "argv", ["ablate.py", *words])
         ablate.main()
-        return capsys.readouterr().out
+        printed = capsys.readouterr()
+        return printed.err + printed.out
 
     return run
 
@@ -127,7 +128,7 @@ def test_parallel_runs_divide_the_cores():
 
 def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate_stub, tmp_path):
     two = "--algos", "grpo", "tis", "--publish-delay", "0", "4"
-    lines = ablate_stub(*two, "--dry-run").splitlines()
+    _, *lines = ablate_stub(*two, "--dry-run").splitlines()  # first the warning of few seeds
     cells = [f"  {loss}-a0-k{lag}-s0" for lag in (0, 4) for loss in ("grpo", "tis")]
     assert lines[:5] == ["4 runs:", *cells] and list(tmp_path.iterdir()) == [tmp_path / "stub.py"]
     assert lines[5].startswith("paired.md: what do stale data cost each loss?")
@@ -291,13 +292,17 @@ def test_user_code_that_changes_while_a_grid_runs_ends_it(ablate_stub, user_word
     assert len(read_records(tmp_path / "grid/cells.jsonl")) == 1
 
 
-def test_a_changed_commit_of_the_repository_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr(ablate, "git", lambda *_: "2" * 40)
-    ablate.warn_of_other_commits([{"git_commit": "2" * 40}, {"git_commit": None}, {}])
-    assert capsys.readouterr().err == ""
-    ablate.warn_of_other_commits([{"git_commit": number * 40} for number in "123"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"are of commit {'1' * 12}, {'3' * 12}, and new ones are of {'2' * 12};" in line
+def test_cells_of_several_versions_of_this_code_are_reported(ablate_stub, tmp_path):
+    ablate_stub("--algos", "grpo", "--seeds", "1")
+    record = read_records(tmp_path / "grid/cells.jsonl")[0]
+    assert record["code"] == "c"
+    stub = (tmp_path / "stub.py").read_text()
+    (tmp_path / "stub.py").write_text(stub.replace('"git_diff": ""', '"git_diff": "+ an edit"'))
+    printed = ablate_stub("--algos", "grpo", "--seeds", "2")
+    begin, end = [line for line in printed.splitlines() if "versions of" in line]
+    now = code_version(ablate.git("rev-parse", "HEAD"), ablate.uncommitted_changes())
+    assert "have 2 versions of this code" in begin and now in begin
+    assert "have 2 versions of this code, c, c with changes dca92ec5;" in end
 
 
 @pytest.mark.parametrize("commands", [["ab"], ["a", "b"]])

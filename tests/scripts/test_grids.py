@@ -30,7 +30,7 @@ def make_record(algo="grpo", delay=0, seed=0, *, ratio=0.0, steps=40, error=None
     summary |= {"reward_first": seed / 64, "reward_last": 0.5, "accuracy_last": (delay + seed) / 32}
     summary |= {"staleness_mean": 0.9 * delay, "seconds_per_step": 2.0, "drift/k3": 4.6875 + seed}
     kept = {"series": series, "evaluations": evaluations, "summary": summary}
-    return {"cell": cell, "options": []} | kept | ({"error": error} if error else {})
+    return {"cell": cell, "options": [], "code": None} | kept | ({"error": error} if error else {})
 
 
 @pytest.mark.parametrize(("steps", "lag"), [(40, 15), (40, 16), (41, 16), (80, 4), (9, 0), (8, 0)])
