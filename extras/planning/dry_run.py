@@ -254,14 +254,16 @@ def _describe_step(now: Plan, best: Plan, pool: Pool, job: Job) -> Iterator[str]
     split = now.split
     alpha = split.alpha
     lengths = job.lengths
-    parts = (
-        f"training {split.training_s:.1f} + sampling {now.generation_s:.1f} + weights {now.update_s:.2g} + the longest "
-        f"response's tail {now.tail_s:.1f}"
-    )
-    sum_s = f"{parts} s, one after the other"
-    if alpha > 0:
-        sum_s = f"the largest of ({parts}) / (1 + α), of training, and of sampling + weights, at α = {alpha:g}"
-    yield f"step: about {now.step_s:.1f} s = {sum_s}"
+    training, sampling = f"training {split.training_s:.1f}", f"sampling {now.generation_s:.1f}"
+    update = f"weights {now.update_s:.2g}"
+    parts = f"{training} + {sampling} + {update} + tail of the longest response {now.tail_s:.1f}"
+    if alpha == 0:
+        yield f"step: about {now.step_s:.1f} s = {parts}, one after the other"
+    else:
+        yield f"step: about {now.step_s:.1f} s, the largest of three times"
+        yield f"  trainer: {training} s"
+        yield f"  engines: {sampling} + {update} s"
+        yield f"  a batch from prompts to weights, {1 + alpha:g} of them at once: ({parts}) / {1 + alpha:g} s"
     num_steps = job.config.steps
     yield (
         f"{num_steps} steps: about {num_steps * now.step_s / 3600:.2g} hours, without evaluations; a checkpoint is "

@@ -108,17 +108,17 @@ def check_command(command, monkeypatch):
 
 def check_step(lines):
     """The terms of a step add up to its seconds."""
-    terms = r"training ([\d.]+) \+ sampling ([\d.]+) \+ weights ([\d.]+) \+ the longest response's tail ([\d.]+)"
-    step = re.search(
-        rf"^step: about ([\d.]+) s = (?:the largest of \()?{terms}(?:\) / .* at α = (\d))?",
-        lines,
-        re.M,
+    terms = r"training ([\d.]+) \+ sampling ([\d.]+) \+ weights ([\d.]+) \+ tail of the longest response ([\d.]+)"
+    step_s = float(re.search(r"^step: about ([\d.]+) s", lines, re.M)[1])
+    *parts, divisor = re.search(
+        rf"{terms}(?:\) / ([\d.]+) s|, one after the other)", lines
     ).groups()
-    step_s, training, sampling, weights, tail, alpha = map(float, (*step[:5], step[5] or 0))
-    batches = 1 + alpha
-    total = (training + sampling + weights + tail) / batches
-    if batches > 1:
-        total = max(total, training, sampling + weights)
+    training, sampling, weights, tail = map(float, parts)
+    total = training + sampling + weights + tail
+    if divisor:
+        assert f"\n  trainer: training {parts[0]} s\n" in lines
+        assert f"\n  engines: sampling {parts[1]} + weights {parts[2]} s\n" in lines
+        total = max(total / float(divisor), training, sampling + weights)
     assert step_s == pytest.approx(total, abs=0.2)
 
 
