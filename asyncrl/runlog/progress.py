@@ -1,8 +1,8 @@
 """The line that a run prints for each step."""
 
 SHOWN_METRICS = (
-    "reward/mean", "eval/accuracy", "staleness/mean", "staleness/max", "rollout/tokens_per_s_per_gpu",
-    "time/step_s", "time/wait_s", "loss/total",
+    "reward/mean", "eval/accuracy", "eval/policy_version", "staleness/mean", "staleness/max",
+    "rollout/tokens_per_s_per_gpu", "time/step_s", "time/wait_s", "loss/total",
 )  # fmt: skip
 
 
