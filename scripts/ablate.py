@@ -6,10 +6,10 @@
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
 line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
 adds its cells. What follows `--` is given to every run, in the folder of the caller. grids.py says what is kept, and
-makes of it table.md, paired.md (stale less fresh data), against.md (each loss less the baseline), cells.csv and
-curves.png. --without makes without.md. --dry-run checks the options of every cell, and prints the cells, what the
-tables will answer, and the time. A signal ends the runs of unfinished cells. Only a run that is not finite ends with a
-result. After any other error the same command runs the cell again.
+makes of it table.md, paired.md and paired.png (stale less fresh data), against.md (each loss less the baseline),
+cells.csv and curves.png. --without makes without.md. --dry-run checks the options of every cell, and prints the cells,
+what the tables will answer, and the time. A signal ends the runs of unfinished cells. Only a run that is not finite
+ends with a result. After any other error the same command runs the cell again.
 """
 
 import functools

@@ -595,6 +595,7 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
     if left_out:
         rows["without.md"] = beside(measured, left_out)
     draw(runs, out / "curves.png")
+    draw_differences(rows["paired.md"], out / "paired.png")
     note = diverged(runs)
     pages = {
         "paired.md": paired_page(rows["paired.md"]),
@@ -641,4 +642,35 @@ def draw(runs: pd.DataFrame, path: Path) -> None:
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("training reward")
     figure.legend(lines.values(), lines, loc="outside right upper")
+    figure.savefig(path, dpi=100)
+
+
+def draw_differences(rows: pd.DataFrame, path: Path) -> None:
+    """Draw differences of level by loss and setting: a dot per seed, their mean and 95 % t-interval.
+
+    Without differences a figure of another report is deleted.
+    """
+    path.unlink(missing_ok=True)
+    if rows.empty or rows["level"].isna().all():
+        return
+    compared = compare(rows)
+    places = {name: place for place, name in enumerate(compared["loss"].unique())}
+    settings = compared["setting"].unique()
+    figure = Figure(figsize=(8, 1.5 + 0.18 * len(compared)), layout="constrained")
+    axes = figure.subplots()
+    axes.margins(y=0.02)
+    for number, name in enumerate(settings):
+        shift = (number + 1) / (len(settings) + 1) - 0.5
+        style = {"color": COLOURS[number], "label": name.replace("`", "")}
+        means = compared[compared["setting"] == name]
+        heights = means["loss"].map(places) + shift
+        ends = [means["mean"] - means["low"], means["high"] - means["mean"]]
+        axes.errorbar(means["mean"], heights, xerr=ends, fmt="|", capsize=3, **style)
+        seeds = rows[rows["setting"] == name]
+        axes.scatter(seeds["level"], seeds["loss"].map(places) + shift, s=12, color=COLOURS[number])
+    axes.set_yticks([*places.values()], [*places])
+    axes.invert_yaxis()
+    axes.axvline(0, color="grey", lw=0.8)
+    axes.set_xlabel("level, lagged minus fresh: each seed, mean and 95 % t-interval")
+    figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=100)

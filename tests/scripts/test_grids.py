@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.collections import PathCollection
 from matplotlib.image import imread
 from scipy import stats
 from user_files import write_jsonl
@@ -262,6 +263,7 @@ def test_a_report_writes_the_tables_the_csv_and_a_figure_that_shows_something(tm
     )
     pixels = imread(tmp_path / "curves.png")
     assert pixels.shape[1] >= 800 and 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5
+    assert not (tmp_path / "paired.png").exists()  # no level was measured
     with pytest.raises(ValueError, match=r"--baseline ppo is no loss of .* one of grpo, tis$"):
         grids.report(tmp_path, "ppo")
 
@@ -319,17 +321,42 @@ def test_a_grid_without_some_pairs_or_measures_has_the_pages_of_the_others(name,
         assert ("my.py:f" in pages[page]) == (measured and page == "against.md")
 
 
-def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(
-    tmp_path, monkeypatch
-):
-    figures = []
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved."""
+    saved = []
 
     class Kept(grids.Figure):
         def savefig(self, *args, **options):
-            figures.append(self)
+            saved.append(self)
             super().savefig(*args, **options)
 
     monkeypatch.setattr(grids, "Figure", Kept)
+    return saved
+
+
+def test_the_figure_of_differences_has_a_dot_for_each_seed_of_a_loss(figures, tmp_path):
+    records = [
+        make_record(a, k, s, steps=80)
+        for a in ("grpo", "tis")
+        for k in (0, 4, 16)
+        for s in range(3)
+    ]
+    rows = grids.differences(grids.measures_of(records))
+    grids.draw_differences(rows, tmp_path / "paired.png")
+    (panel,), (legend,) = figures[0].axes, figures[0].legends
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    dots = [
+        (labels[round(y)], x)
+        for part in panel.collections
+        if isinstance(part, PathCollection)
+        for x, y in part.get_offsets().tolist()
+    ]
+    assert sorted(dots) == sorted(zip(rows["loss"], rows["level"], strict=True)) and len(dots) == 12
+    assert [text.get_text()[-2:] for text in legend.get_texts()] == [" 4", "16"]
+
+
+def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(figures, tmp_path):
     records = [make_record(f"loss{number}.py:f") for number in range(30)]
     grids.draw(grids.runs_of(records), tmp_path / "curves.png")
     (panel,), (legend,) = figures[0].axes, figures[0].legends
