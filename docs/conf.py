@@ -37,7 +37,7 @@ autodoc_typehints = "none"  # docstrings state shapes and types
 CONTENTS = {
     "Start": ["docs/devices", "docs/extending", "docs/agents", "docs/telemetry"],
     "Look up": ["docs/reference", "docs/api", "docs/mechanisms", "docs/reliability"],
-    "Findings": ["docs/results", "docs/staleness", "results/README"],
+    "Findings": ["docs/staleness", "docs/losses", "docs/results", "results/README"],
     "Optional systems": [
         "extras/certificate/README", "extras/environments/README", "extras/planning/README",
         "extras/router_replay/README", "extras/simulation/page", "extras/swarm/README", "extras/trees/README",
