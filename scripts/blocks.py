@@ -10,11 +10,17 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import pandas as pd
+
 from algos import LOSSES
 from algos.inputs import keywords_of
 from asyncrl.config import OPTIONS, allowed_values
 from scripts.bench import gpu as gpu_bench
+from scripts.grids import measures_of, read_records
 from scripts.lines import ROOT, markdown, read
+from scripts.runs import MISSING
+from scripts.stability import collapse_step
 
 RESULTS = ROOT / "results"
 
@@ -45,6 +51,32 @@ def devices() -> str:
             gpus.setdefault(record["gpu"], {})[record["case"].removesuffix(" -")] = record
     of_gpus = "; ".join(f"{gpu}: {', '.join(cases)}" for gpu, cases in gpus.items())
     return f"**What has run on which GPU.** {of_gpus or 'Nothing so far'}.\n"
+
+
+def lags_of_smollm2() -> str:
+    """Return level, final accuracies and collapses of each loss on SmolLM2, at lag 0, 4 and 16."""
+    parts = {"study/smollm2": "", "tis_grpo": ", later seeds"}
+    rows = {}
+    for folder, note in parts.items():
+        runs = measures_of(read_records(RESULTS / folder / "cells.jsonl"))
+        lags = [record["cell"]["publish_delay"] for record in runs["record"]]
+        for (loss, lag), group in runs.groupby(["loss", lags], sort=False):
+            name = "fresh data" if lag == 0 else f"`{loss}`{note}"
+            rows.setdefault(name, {})[lag] = _outcome(group)
+    fresh = rows.pop("fresh data")[0]
+    shown = [["fresh data", *fresh, *fresh]]
+    for name, outcomes in rows.items():
+        shown.append([name, *outcomes.get(4, [MISSING] * 3), *outcomes.get(16, [MISSING] * 3)])
+    heading = "reward | final accuracy, each seed | collapsed"
+    return table(f"loss | lag 4: {heading} | lag 16: {heading}", shown)
+
+
+def _outcome(runs: pd.DataFrame) -> list[str]:
+    """Return the mean level of runs of one loss and lag, their final accuracies, and how many collapsed."""
+    collapses = [collapse_step(np.array(record["series"]["reward"])) for record in runs["record"]]
+    num_collapsed = sum(step is not None for step in collapses)
+    finals = " ".join(f"{final:.2f}" for final in runs["final"])
+    return [f"{runs['level'].mean():.2f}", finals, f"{num_collapsed} of {len(runs)}"]
 
 
 def speed_of_defaults() -> str:
