@@ -7,8 +7,9 @@
     M_t    = 0 where A·(p − b) > 0 and w_t·D_t > c_t; else 1
     loss_t = −sg(M_t·min(r_t, cap))·A·log π(t)             sg = stop-gradient
 
-Early tokens weigh more than late ones, as all that follows was sampled after them. The prefix may drift by δ_b a token
-on average. Above that, less than delta is left for the next token. Tokens that are left out spend the budget, too.
+Early tokens weigh more than late ones, because all later tokens were sampled after them. The prefix may drift by δ_b a
+token on average. Above that, less than delta is left for the next token. Tokens that are left out spend the budget,
+too.
 
 Acts on: E, prefix, mask and weight.
 At lag: a token is left out once its probability moved too far, the way its advantage points: past delta, or past what
@@ -67,7 +68,7 @@ def _progress(sequence_ids: Tensor) -> Tensor:
 
 def _percentile(values: Tensor, sequence_ids: Tensor, share: float) -> Tensor:
     """Give every token the `share` quantile of `values` [N] over its own sequence, [N], interpolated linearly."""
-    # torch.quantile would need a loop over sequences, for which the host waits. So sort by value, then by sequence.
+    # The host would wait for a loop of torch.quantile over sequences. So sort by value, then by sequence.
     by_value = values.argsort()
     in_order = values[by_value[sequence_ids[by_value].argsort(stable=True)]]
     place = places(sequence_ids)

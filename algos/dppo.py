@@ -20,9 +20,9 @@ verl's is 3, and its example of DPPO sets 10,000.
 KPop has `divergence=kl_max sides=both`: neither policy may call a token rare that the other calls usual. It is after
 Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
 proposed to prime-rl (#3283) calls it the paper's. AReaL's example sets 2, and compares π_proximal with π_behavior.
-prime-rl's IPO is its default loss since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
-`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square (Kimi
-K2.5, arXiv 2602.02276) pulls all tokens back to the policy that sampled, also those left out.
+IPO is the default loss of prime-rl since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
+`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square is of
+Kimi K2.5, arXiv 2602.02276. It pulls all tokens back to the policy that sampled, also tokens left out.
 Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same. Above the cap ours stays bounded, and a ratio with gradient would have none.

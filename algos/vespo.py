@@ -4,8 +4,8 @@
     φ(w)   = e^λ·w^k·e^(−λ·w)          k_positive and lambda_positive where A ≥ 0, else k_negative and lambda_negative
     loss_t = −sg(φ(w))·A·log π(t)      sg = stop-gradient
 
-φ(1) = 1, and its highest point is at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. k says how fast it falls
-to 0 with w, λ how fast it falls as w grows.
+The bump φ is 1 at w = 1. It is highest at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. The exponent k sets
+how fast it falls to 0 with w, and λ how fast it falls as w grows.
 
 Acts on: E, sequence, weight.
 At lag: the further a sequence's ratio is from k/λ, the less it weighs, down to 0.
