@@ -34,7 +34,7 @@ class Gsm8k(RowTask):
 
 
 def read_row(row: dict, place: str) -> Problem:
-    """The problem of a row. Raises ValueError, with the row's place, if the row has none."""
+    """Return the problem of a row. Raises ValueError, with the row's place, if the row has no problem."""
     for name in ("question", "answer"):
         if not isinstance(row.get(name), str):
             raise ValueError(

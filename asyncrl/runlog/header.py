@@ -54,7 +54,7 @@ def read_header(run: Path) -> dict:
 
 
 def nearest_run(path: Path) -> str:
-    """Return the end of an error about a run: if it is missing the run with the nearest name, else nothing."""
+    """Return the end of an error about a run: the run with the nearest name if it is missing, else empty."""
     if (path / "run.json").exists():
         return ""
     folders = (path.parent, Path(Config.runs_dir))
@@ -117,7 +117,7 @@ def git(*args: str) -> str | None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of packages. A package that is not installed has none."""
+    """Return the versions of packages. A package that is not installed is left out."""
     installed = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
