@@ -41,7 +41,7 @@ def centering_term(
 
     `loss` gives each token a loss that depends on this token only. `logprobs` and `behavior_logprobs` are of the head's
     tokens, [N, K] float32 nats. `logprobs` carry gradient. `head_mass` is the head's probability when it was sampled.
-    `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 where the policy has not moved.
+    `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 if the policy has not moved.
     """
     held = logprobs.detach()
     head, behavior_head = held.exp(), behavior_logprobs.exp()

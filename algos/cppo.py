@@ -18,7 +18,7 @@ its prefix has left of the budget. The others weigh their ratio, at most the cap
 CPPO, arXiv 2606.10968, eq. 8 to 11 and section 4.1. The numbers for weight and delta are the paper's (0.2 for its
 mixture of experts). Its fixed budget is 0.015, for a model after training. 0.02 is the budget of UniRL and verl.
 Differs from the paper: D is the change of the token's own probability. The paper tries that, and the sum over the 20
-likeliest tokens. The cap is ours: the paper and UniRL have none and let the gradient pass through r. Below the cap it
+likeliest tokens. The cap is ours: the paper and UniRL have no cap and let the gradient pass through r. Below the cap it
 is the same gradient. Tokens of the environment count neither as place nor as drift.
 Others: verl's cap is 20, too, with a stopped gradient.
 """
@@ -40,7 +40,7 @@ def loss(
     weight_floor: Share = 0.8,
     cap: Cap = 20.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio).
 
     `delta` and `budget` are probabilities.
     """

@@ -15,7 +15,7 @@ their ratio, at most the cap.
 
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, and PPO's clip forbids that. A sure token may not fall by a fifth, and PPO's clip allows that. Section 5.4
-has the cap. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
+has the cap. The default bounds are from verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
 verl's is 3, and its example of DPPO sets 10,000.
 KPop has `divergence=kl_max sides=both`: neither policy may call a token rare that the other calls usual. It is after
 Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
@@ -50,7 +50,7 @@ def loss(
     sides: Literal["away", "both"] = "away",
     squared: NonNegative = 0.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio).
 
     `delta_low` and `delta_high` are a probability with "tv" and nats with "kl" and "kl_max".
     """

@@ -37,7 +37,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
-    `clipped` is 1 where the clip or the mask cuts the gradient to 0.
+    `clipped` is 1 if the clip or the mask cuts the gradient to 0.
     """
     log_staleness = inputs.log_staleness
     if level == "sequence":

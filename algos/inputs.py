@@ -102,7 +102,7 @@ def needs_equal_advantages(loss: Callable) -> Callable:
 
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
-    """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
+    """Return the tokens of several micro-batches in one, some perhaps empty, with sequences numbered through."""
     parts = [part for part in parts if len(part.logprobs)] or parts[
         :1
     ]  # an empty one lacks columns
@@ -114,7 +114,7 @@ def joined(parts: Sequence[LossInputs]) -> LossInputs:
 
 
 def gathered(parts: Sequence[LossInputs]) -> LossInputs:
-    """The tokens of several micro-batches of each rank, without gradient, on the device of the first."""
+    """Return the tokens of several micro-batches of each rank, without gradient, on the device of the first."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, joined(parts).to("cpu"))
     return joined(of_ranks).to(parts[0].logprobs.device)

@@ -40,7 +40,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (gradient cut to 0).
 
-    `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
+    `delta` is in nats per token; weight is the ratio, and 0 if the sequence is left out.
     """
     log_ratio = inputs.log_ratio
     left_out = (inputs.advantages < 0) & (

@@ -1,4 +1,4 @@
-"""The proximal policy without a forward pass of its own: interpolated between behavior and current policy.
+"""The proximal policy without an extra forward pass: interpolated between behavior and current policy.
 
 A step starts at policy version t, the proximal policy, and makes version t + 1 in M updates. After m of them the
 current policy has the fractional version t + m/M. A token was sampled by version v ≤ t. Linear in the version:

@@ -8,7 +8,7 @@ Losses with different ratios share PPO's pessimistic clip:
 PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10; the dual clip is
 arXiv 1912.09729, section 3.
 
-Every loss file says «Acts on: ratio, level, means» and «At lag: …», for a table in docs/staleness.md. The ratios:
+Every loss file states «Acts on: ratio, level, means» and «At lag: …», for a table in docs/staleness.md. The ratios:
 
     B = π_proximal/π_behavior, the staleness: start of the step against sampled
     U = π/π_proximal, the step itself:        now against start of the step

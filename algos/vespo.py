@@ -10,7 +10,7 @@ how fast it falls to 0 with w, and λ how fast it falls as w grows.
 Acts on: E, sequence, weight.
 At lag: the further a sequence's ratio is from k/λ, the less it weighs, down to 0.
 
-VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are those of its code and of TRL.
+VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are from its code and TRL.
 Differs from the paper: the log-ratio of a sequence is clamped to ±20 nats, and φ is at most e²⁰. That shows only if
 k/λ is far from 1. No length enters the weight, as there. So w is further from 1 for a longer response, and it counts
 less. TRL multiplies π/π_proximal by its capped π_proximal/π_behavior; here it is one ratio.

@@ -30,7 +30,7 @@ class FindByPlace:
 
 
 def _check_names() -> None:
-    """Raise ImportError if a module of a user was imported under the name of one of ours."""
+    """Raise ImportError if a module of a user was imported under the name of a module of this code."""
     for name in sys.modules.keys() & OUR_MODULES:
         file = getattr(sys.modules[name], "__file__", None) or name
         if not os.path.abspath(file).startswith(os.path.join(ROOT, "")):

@@ -345,8 +345,8 @@ class Config:
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     log_samples: Annotated[Literal["two", "group", "all"], RESUME, HOST, REPLAY] = "two"
-    """Responses of a step in samples.jsonl: the best and the worst of a group, the whole group, or all groups. It is a
-    group whose rewards differ, if there is one."""
+    """Responses of a step in samples.jsonl: best and worst of a group, the whole group, or all groups. It is a group
+    whose rewards differ, if there is one."""
     record: Annotated[bool, NOT_COPIED] = False
     """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
     certificate: Annotated[Count, RESUME, HOST, NOT_COPIED] = 0

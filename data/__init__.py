@@ -1,5 +1,4 @@
-"""Tasks, environments and datasets, one file per idea, and the weights of the tiny models. They import no other
-folder."""
+"""Tasks, environments and datasets, one file per idea, and the weights of the tiny models. Imports no other folder."""
 
 import inspect
 

@@ -48,7 +48,7 @@ class FrozenLake(TextEnvironment):
     """gymnasium's FrozenLake-v1 without slipping, on a random 4x4 map with a path to the goal.
 
     The observation is the map with the player on it, one row per line. The action is the first of the words left, down,
-    right and up in the response; without one, the player stays. The goal gives reward 1, and a hole ends the episode.
+    right and up in the response. Without one the player stays. The goal gives reward 1, and a hole ends the episode.
     """
 
     max_turns = 8

@@ -52,7 +52,8 @@ Rows = list[tuple[str, dict]]
 def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dict[str, Rows]:
     """Return rows by split (see split_of): of the local copy at `path`, or the hub's dataset if that is None.
 
-    Raises ValueError if they cannot be read, in seconds also without a network. It says how to use a local copy.
+    Raises ValueError if they cannot be read, in seconds also without a network. The error shows how to use a local
+    copy.
     """
     import datasets
 
@@ -66,7 +67,7 @@ def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dic
             raise ValueError("no rows")
         return _by_split(parts, source)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        # For an empty file datasets raises a StopIteration without words. Its own errors name a cause that says why.
+        # For an empty file datasets raises a StopIteration without words. Its own errors name a cause with the reason.
         is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
         reason = str(error.__cause__ if is_wrapped and error.__cause__ else error) or "no rows"
         reason = " ".join(reason.splitlines()[:2])
@@ -120,7 +121,7 @@ class RowTask(Task):
     ) -> None:
         """`read_row(row, place)` makes the problem of a row; its errors begin with the `place`.
 
-        Raises ValueError if a row is not Unicode, no row is left to train on, or no row is held out.
+        Raises ValueError if a row is not Unicode, or if no row is left to train on or held out.
         """
         self._seed = seed
         self._shuffle = shuffle

@@ -20,7 +20,7 @@ class Announcements:
     def __init__(self, workers: Iterable[Worker]):
         self.workers = workers
         self.transport = Transport()
-        """Transport of weights to the workers of this node. It does nothing until `connect`."""
+        """Transport of weights to the workers of this node. It sends no weights until `connect`."""
         self._are_connected = False
         self.newest: Announcement | None = None
         """Weights that workers must load."""

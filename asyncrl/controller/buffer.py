@@ -89,9 +89,9 @@ class SampleBuffer:
         """Groups of a batch that was found. It waits for other nodes, or for a check of hosts. They are resident until
         they are consumed."""
         self._fate_of_later_members: dict[int, DropReason] = {}
-        """Reason with which later members are dropped, by group. It is the reason of the group's drop, or `surplus` for
-        a finished group with extra_members. Such a group can still be resident. Entries stay, because a member can
-        arrive at any time."""
+        """Reason for dropping later members, by group. It is the reason of the group's drop, or `surplus` for a
+        finished group with extra_members. Such a group can still be resident. Entries stay, because a member can arrive
+        at any time."""
         # False if `find_batch` returned None and the residents have not changed since
         self._may_have_batch = False
         self.ledger = Ledger()

@@ -163,7 +163,7 @@ class Controller:
         """
         worker.disconnect()
         lost = worker.awaited
-        # from here on another Worker has its index, or none if it was of a joined host
+        # from here on another Worker has its index, or no Worker if it was of a joined host
         try:
             self.workers.replace(worker)
         finally:

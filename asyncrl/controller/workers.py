@@ -57,7 +57,7 @@ class Worker:
     process: WorkerProcess | None = None
     """None only until the process is started."""
     transport: Transport = field(default_factory=Transport)
-    """Transport of weights to the worker. It does nothing until `connect`."""
+    """Transport of weights to the worker. It sends no weights until `connect`."""
     order: float = 0.0
     """Tie-breaker between equally loaded workers; the lowest wins. Local workers all have 0."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets that are issued again if the worker dies: all, or of a host the tickets that no other worker has."""
+        """Tickets that are issued again if the worker dies: all, or a host's tickets that no other worker has."""
         return list(self.tickets.values())
 
     def finish_ticket(self, ticket_id: int) -> None:

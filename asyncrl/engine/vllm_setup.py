@@ -1,6 +1,6 @@
 """The set-up of vLLM for a worker.
 
-Functions import vllm, so the import of this module costs nothing.
+Functions import vllm, so the import of this module is fast.
 """
 
 import os
@@ -101,8 +101,8 @@ def start_engine(spec: WorkerSpec):
             arguments.enable_prefix_caching = False
     engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if on_cpu:
-        # On the CPU vLLM has just chosen to spawn. A fork does not import all of vLLM again, 9 s. It inherits the
-        # number of torch's threads, because torch may have been imported before the environment was set.
+        # On the CPU vLLM has chosen to spawn. A fork does not import vLLM again, 9 s. It inherits the number of torch's
+        # threads, because torch may have been imported before the environment was set.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         torch.set_num_threads(spec.placement.cpu_threads)
     elif torch.distributed.is_initialized():

@@ -61,7 +61,7 @@ class EngineCheck:
         self._check_arrival()
 
     def _check_arrival(self) -> None:
-        """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
+        """Look whether engines have older weights than they report. Raises RuntimeError if one surely has."""
         leader = self._leader
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]

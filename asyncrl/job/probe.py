@@ -121,7 +121,7 @@ class Probe:
     def state(self, versions: Iterable[int]) -> dict:
         """Return the sequences, and the trainer's scores at `versions`, in plain data.
 
-        `versions` are those of Checkpoint.held_back. A resume announces the first again.
+        `versions` are Checkpoint.held_back. A resume announces the first again.
         """
         kept = {version: self._scores[version] for version in versions}
         return {
@@ -139,7 +139,7 @@ class Probe:
     def choose(self, groups: list[Group] | None, policy: "Policy", cluster: Cluster) -> None:
         """Take trajectories of a node's batch, if the probe has no trajectories yet; collective on the node.
 
-        The first member of each group comes first, as members begin alike.
+        The first member of each group comes first, because members begin alike.
         """
         if not self.tokens:
             members = zip(*(group.trajectories for group in groups or []), strict=False)

@@ -14,8 +14,8 @@ digest of every file. A checkpoint appears by one rename. A file that is truncat
 | digest of the problems | manifest, `NodeFacts` | `PromptSource.digest` | `check_is_unchanged` compares it |
 
 A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), policy and
-then record files (Checkpoints.restore_policy_and_run_folder). Then follow weights that are held back, the probe
-(Rank.probe) and the published version (Publisher), and the totals of the step log (StepLog.__enter__).
+then record files (Checkpoints.restore_policy_and_run_folder). Then follow weights that are held back, and the probe
+(Rank.probe). The published version (Publisher) and the totals of the step log (StepLog.__enter__) come last.
 """
 
 import os

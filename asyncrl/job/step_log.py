@@ -28,7 +28,7 @@ CUT_SHARE = 0.9
 
 
 class StepLog:
-    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; not on other ranks."""
+    """Writes a step's metrics and sample of all nodes on rank 0, its event on each leader, no record elsewhere."""
 
     def __init__(self, rank: Follower | Leader):
         self.rank = rank

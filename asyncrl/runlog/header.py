@@ -54,7 +54,7 @@ def read_header(run: Path) -> dict:
 
 
 def nearest_run(path: Path) -> str:
-    """Return the end of an error about a run: the run with the nearest name if it is missing, else empty."""
+    """Return the end of an error about a missing run: the run with the nearest name; else empty."""
     if (path / "run.json").exists():
         return ""
     folders = (path.parent, Path(Config.runs_dir))
@@ -93,7 +93,7 @@ def uncommitted_changes() -> str | None:
         return None
     parts = [changes] if changes else []
     for name in filter(None, new_files.split("\0")):
-        with contextlib.suppress(OSError):  # a link to nothing
+        with contextlib.suppress(OSError):  # a broken link
             lines = (ROOT / name).read_text("utf-8", "backslashreplace").splitlines()
             parts += difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
     return "\n".join(parts)

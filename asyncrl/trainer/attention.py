@@ -1,7 +1,7 @@
 """Chooses the trainer's attention, and tells it which tokens of a packed row may see each other.
 
 On a GPU torch's `varlen_attn` or flash-attn takes the bounds of sequences. For torch's other attention transformers
-makes a causal mask with a new block wherever positions restart. So plain sequences need no mask of ours.
+makes a causal mask with a new block wherever positions restart. So plain sequences need no mask from this code.
 """
 
 from inspect import signature

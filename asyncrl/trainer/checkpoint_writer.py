@@ -56,7 +56,7 @@ from asyncrl.trainer.weight_files import WeightWriter
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
-# Rank 0 alone reads the shards to make weights for people. torch would warn of that at each checkpoint.
+# Only rank 0 reads the shards to make weights for people. torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 VALUES = "values"
@@ -293,7 +293,7 @@ def prune(folder: Path, keep_last: int) -> None:
 
 
 def prune_weights(folder: Path, keep_last: int) -> None:
-    """Delete the checkpoints of only weights except the last `keep_last`; 0 keeps all. --resume needs the full ones."""
+    """Delete checkpoints of only weights except the last `keep_last`; 0 keeps all. --resume needs whole checkpoints."""
     only_weights = [
         path
         for path in folder.iterdir()

@@ -102,7 +102,7 @@ class TokenStats:
         """Return the means over all ranks, by name and by `name/lag_BUCKET` for buckets with tokens; collective.
 
         More names: `loss/ess` is the effective sample size of tokens, (Σw)² / (n·Σw²). Its weights w are the loss's
-        `weight`, or `ratio` if it reports no weight; it is absent if all are 0. `loss/slope` is the norm of the slopes.
+        `weight`, or `ratio` if it reports no weight. It is absent if all are 0. `loss/slope` is the norm of the slopes.
         `loss/ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios. `loss/sequence_ess` is the
         effective sample size of the sequences' ratios. `tokens/trained` and `tokens/trained_lag_BUCKET` are sums.
         """
