@@ -45,7 +45,7 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
     """Return the smallest m that is left out of the update; infinite if all are kept."""
-    # Other tokens count as 0. To remove or count them, the host would wait for a GPU.
+    # Tokens that do not go on count as 0. To drop or count them, a host waits for its GPU.
     ascending = torch.where(goes_on, moments, 0.0).sort().values
     # The mean of the smallest 1, 2, 3 … rises, so means within the threshold come first.
     is_small = ascending.double().cumsum(0) <= threshold * (ascending > 0).cumsum(0)

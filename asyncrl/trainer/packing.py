@@ -210,7 +210,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
 
 
 def _place_bundles(bundle_lengths: list[int], width: int, layout: Layout) -> tuple[int, list[int]]:
-    """Return the number of rows of `width` tokens, and the flat index of each bundle's begin."""
+    """Return the number of rows of `width` tokens, and the flat index of each bundle's start."""
     rows = [[index] for index in range(len(bundle_lengths))]
     if layout != "row_each":
         rows = first_fit_decreasing(bundle_lengths, width)
