@@ -58,7 +58,7 @@ class RolloutWorker:
     def __init__(
         self, spec: WorkerSpec, connection: Connection, proxy: LLMProxy, environments: Environments
     ):
-        """Make a worker, in the event loop in which the engine was started."""
+        """Make a worker, in the event loop of the engine's start."""
         self.spec, self.config, self.connection = spec, spec.config, connection
         self.proxy, self.environments = proxy, environments
         self._ended = asyncio.get_running_loop().create_future()
@@ -197,7 +197,7 @@ class RolloutWorker:
 
     async def _suspend(self, suspend: Callable) -> None:
         """Stop sampling by `proxy.suspend` or `proxy.sleep`."""
-        # the next update waits for the probe, which could not end while sampling is stopped
+        # the next update waits for the probe, and the probe could not end while sampling is stopped
         await asyncio.gather(*self._probe_tasks)
         self.proxy.activity.pause("suspended")
         await suspend()

@@ -11,7 +11,7 @@ EPS = 1e-6
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, overlong: int) -> float:
-    """Return what a trajectory of `num_tokens` of at most `max_tokens` loses of its reward, 0 to 1.
+    """Return the reward, 0 to 1, that a trajectory of `num_tokens` of at most `max_tokens` loses.
 
     The loss is linear over the `overlong` last tokens below the limit. DAPO, arXiv 2503.14476, equation 13.
     """
@@ -66,7 +66,7 @@ def reinforce_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def reward_itself(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R, from which the trainer makes the advantage of each token, by the values of states: asyncrl/trainer/gae.py."""
+    """Return R. The trainer makes each token's advantage from it and the values of states: asyncrl/trainer/gae.py."""
     _check_finite(rewards)
     return rewards
 
@@ -79,12 +79,12 @@ def _check_finite(rewards: Tensor) -> None:
 
 
 def _center_on_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return R − group mean [S], the group index [S] int64 in 0 … K−1, and the members of each group [K]."""
+    """Return R − group mean [S], the group index [S] int64 in 0 … K−1, and each group's size [K]."""
     _check_finite(rewards)
     ids, group = torch.unique(group_ids, return_inverse=True)
     num_in_group = torch.bincount(group, torch.ones_like(rewards))
     mean = torch.bincount(group, rewards) / num_in_group
-    # The mean of equal rewards can be off by rounding (0.1 three times). A division by the std would enlarge that.
+    # Rounding can shift the mean of equal rewards (0.1 three times). A division by the std would enlarge that.
     lowest = rewards.new_zeros(len(ids)).scatter_reduce(
         0, group, rewards, "amin", include_self=False
     )

@@ -15,5 +15,5 @@ from algos.inputs import Cap, LossInputs, LossOutput
 
 
 def loss(inputs: LossInputs, *, cap: Cap = 5.0) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio)."""
     return tis.loss(inputs, clip_high=cap)

@@ -5,15 +5,14 @@
     term_t = Σ_v sg(q(v)·w(v) − ρ·w(tail)·p(v)) · log p(v)               v in the head, sg = stop-gradient
 
 q and p are the probabilities of the policy that sampled and of the current one. The head has the K likeliest tokens of
-q, which `--top-logprobs K` records. For other tokens q is taken as ρ·p. A rare token of that ratio has the weight
+q. `--top-logprobs K` records them. For other tokens q is taken as ρ·p. A rare token of that ratio has the weight
 w(tail). If the head is the whole vocabulary, the term is exact, and ρ does not matter.
 
 «Score Centering Stabilizes Off-policy Reinforcement Learning», arXiv 2609.20807. The mean E_q[w·∇log p] is a drift
 towards the policy that sampled, or away from it. It is there for any rewards. Without this drift a constant advantage
 has no gradient in the mean.
-Do not center a PPO clip. With A > 0 the clip leaves out tokens of r > 1 + c. The term then adds A·∇ Σ p of these, so
-what has risen beyond the clip rises further, for any reward. Centered `grpo` collapsed at lags of 4 and 16
-(results/centering).
+Do not center a PPO clip. With A > 0 the clip leaves out tokens of r > 1 + c. The term then adds A·∇ Σ p of these. So a
+token beyond the clip rises further, for any reward. Centered `grpo` collapsed at lags of 4 and 16 (results/centering).
 Differs from the paper: w is the slope of any loss of single tokens. There it is 1 or a truncated ratio. So a penalty
 within the loss, such as the square of dppo, is centered, too.
 """
@@ -40,10 +39,9 @@ def centering_term(
 ) -> LossOutput:
     """Return the term of each token [N], and the detached stats [N]: head_mass, drift_term.
 
-    `loss` gives each token a loss that depends on this token only. `logprobs`, which carry gradient, and
-    `behavior_logprobs` are those of the head's tokens, [N, K] float32 nats. `head_mass` is the head's probability when
-    it was sampled. `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 where the
-    policy has not moved.
+    `loss` gives each token a loss that depends on this token only. `logprobs` and `behavior_logprobs` are of the head's
+    tokens, [N, K] float32 nats. `logprobs` carry gradient. `head_mass` is the head's probability when it was sampled.
+    `drift_term` is half the absolute sum of the term's gradient to the head's logits: 0 if the policy has not moved.
     """
     held = logprobs.detach()
     head, behavior_head = held.exp(), behavior_logprobs.exp()
@@ -68,8 +66,8 @@ def _slopes(
 ) -> Tensor:
     """Return ∂loss/∂log π of K tokens in the place of each sampled one, [N, K].
 
-    `logprobs` and `behavior_logprobs` are theirs, [N, K]. A recorded column describes the sampled token alone, so the
-    loss gets none.
+    `logprobs` and `behavior_logprobs` are theirs, [N, K]. A recorded column describes the sampled token only, so the
+    loss gets no column.
     """
     num_tokens, width = logprobs.shape
     spread = {

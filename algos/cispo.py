@@ -10,8 +10,8 @@ At lag: a token weighs its ratio, cut into the range of the clip. None is left o
 
 MiniMax-M1, arXiv 2506.13585, section 3.1; its «unified» form has the mask.
 Differs from the paper: the denominator is the engine's own log-prob. The paper has no lower bound of the weight
-(`clip_low=1`) and tunes the upper one. The defaults are those of ROLL Flash's code. The mask has the range of the clip.
-The advantage normalises by group, and `loss_aggregation` by length.
+(`clip_low=1`) and tunes the upper one. The defaults are from ROLL Flash's code. The mask has the range of the clip. The
+advantage normalises by group, and `loss_aggregation` by length.
 """
 
 import torch
@@ -28,7 +28,7 @@ def loss(
     clip_high: NonNegative = 0.1,
     unified_mask: bool = False,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio)."""
     ratio = inputs.ratio
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     if unified_mask:

@@ -7,8 +7,9 @@
     M_t    = 0 where A·(p − b) > 0 and w_t·D_t > c_t; else 1
     loss_t = −sg(M_t·min(r_t, cap))·A·log π(t)             sg = stop-gradient
 
-Early tokens weigh more than late ones, as all that follows was sampled after them. The prefix may drift by δ_b a token
-on average. Above that, less than delta is left for the next token. Tokens that are left out spend the budget, too.
+Early tokens weigh more than late ones, because all later tokens were sampled after them. The prefix may drift by δ_b a
+token on average. Above that, less than delta is left for the next token. Tokens that are left out spend the budget,
+too.
 
 Acts on: E, prefix, mask and weight.
 At lag: a token is left out once its probability moved too far, the way its advantage points: past delta, or past what
@@ -17,7 +18,7 @@ its prefix has left of the budget. The others weigh their ratio, at most the cap
 CPPO, arXiv 2606.10968, eq. 8 to 11 and section 4.1. The numbers for weight and delta are the paper's (0.2 for its
 mixture of experts). Its fixed budget is 0.015, for a model after training. 0.02 is the budget of UniRL and verl.
 Differs from the paper: D is the change of the token's own probability. The paper tries that, and the sum over the 20
-likeliest tokens. The cap is ours: the paper and UniRL have none and let the gradient pass through r. Below the cap it
+likeliest tokens. The cap is ours: the paper and UniRL have no cap and let the gradient pass through r. Below the cap it
 is the same gradient. Tokens of the environment count neither as place nor as drift.
 Others: verl's cap is 20, too, with a stopped gradient.
 """
@@ -39,7 +40,7 @@ def loss(
     weight_floor: Share = 0.8,
     cap: Cap = 20.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio).
 
     `delta` and `budget` are probabilities.
     """
@@ -67,7 +68,7 @@ def _progress(sequence_ids: Tensor) -> Tensor:
 
 def _percentile(values: Tensor, sequence_ids: Tensor, share: float) -> Tensor:
     """Give every token the `share` quantile of `values` [N] over its own sequence, [N], interpolated linearly."""
-    # torch.quantile would need a loop over sequences, for which the host waits. So sort by value, then by sequence.
+    # The host would wait for a loop of torch.quantile over sequences. So sort by value, then by sequence.
     by_value = values.argsort()
     in_order = values[by_value[sequence_ids[by_value].argsort(stable=True)]]
     place = places(sequence_ids)

@@ -10,7 +10,7 @@ At lag: a token weighs B, and is left out where B is above the cap. The clip aro
 lag.
 
 AReaL, arXiv 2505.24298, eq. 5; the decoupling is arXiv 2110.00641. The proximal policy is the trainer's at the start of
-the step. In the first update of a step it is the current one. Then u is 1, the clip does nothing, and the gradient is
+the step. In the first update of a step it is the current one. Then u is 1, the clip has no effect, and the gradient is
 −w·A, importance-weighted policy gradient. With `minibatches` 1 there is no other update, and that is right.
 Differs from the paper: w is capped, as in its code. A cap of 5 per token was then the default. A masked token stays in
 the denominator of the mean, because token weights are fixed before the loss. Log-ratios are clamped to ±20 nats.
@@ -32,7 +32,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
-    `clipped` is 1 where the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
+    `clipped` is 1 if the clip or the mask cuts the gradient to 0, or the cap makes it smaller.
     """
     return weighted_proximal_clip(
         inputs, inputs.log_staleness, clip_low, clip_high, high=behavior_weight_cap, beyond=action

@@ -15,14 +15,14 @@ their ratio, at most the cap.
 
 Divergence PPO, arXiv 2602.04879, eq. 13 and 14: «this token or another» stands for the whole distribution. A rare token
 may double, and PPO's clip forbids that. A sure token may not fall by a fifth, and PPO's clip allows that. Section 5.4
-has the cap. The default bounds are those of verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
+has the cap. The default bounds are from verl's example: 0.15 for "tv" and 0.05 for "kl". The default cap is ours:
 verl's is 3, and its example of DPPO sets 10,000.
 KPop has `divergence=kl_max sides=both`: neither policy may call a token rare that the other calls usual. It is after
 Ring team, «KPop» (ringtech.notion.site/kpop, 2026), as verl and AReaL have it. Our bound for "kl_max" is 0.1: a change
 proposed to prime-rl (#3283) calls it the paper's. AReaL's example sets 2, and compares π_proximal with π_behavior.
-prime-rl's IPO is its default loss since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
-`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square (Kimi
-K2.5, arXiv 2602.02276) pulls all tokens back to the policy that sampled, also those left out.
+IPO is the default loss of prime-rl since 27 August 2026, with `sides=both`. At first it had deltas of 0.1 and
+`squared=0.001`. Since 18 September 2026 it has deltas of 0.3 and no square, and later `cap=10000`. The square is of
+Kimi K2.5, arXiv 2602.02276. It pulls all tokens back to the policy that sampled, also tokens left out.
 Differs from the paper: its top-k divergences are not here. A token left out stays in the denominator of the mean.
 Others: verl stops the gradient at the ratio, as here. SkyRL lets it pass and has no cap. Up to the cap the gradients
 are the same. Above the cap ours stays bounded, and a ratio with gradient would have none.
@@ -50,7 +50,7 @@ def loss(
     sides: Literal["away", "both"] = "away",
     squared: NonNegative = 0.0,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio).
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio).
 
     `delta_low` and `delta_high` are a probability with "tv" and nats with "kl" and "kl_max".
     """

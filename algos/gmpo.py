@@ -9,13 +9,13 @@ At lag: a sequence weighs the geometric mean of its clipped ratios. A token past
 advantage points to, has no gradient.
 
 Geometric-Mean Policy Optimization, arXiv 2507.20673. The defaults are its range of ratios, exp(−0.4) … exp(0.4).
-gspo.py takes the mean first and clips afterwards. It cuts a sequence as a whole, gmpo.py token by token.
+GSPO (gspo.py) takes the mean first and clips afterwards. It cuts a sequence as a whole, GMPO token by token.
 Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence.
-`loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
+`loss_aggregation` chooses whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
 log-ratio is clamped to ±20 nats. Others: verl and TRL clip in nats too, as here. The gradient of one token's loss is
-spread over the sequence, −g·A/length to each token. If the tokens of a sequence share advantage and weight, as with
-every `loss_aggregation`, their sum is −g·A: on fresh data policy gradient. With an advantage per token every token
-would get the mean, so `--advantage gae` is refused.
+spread over the sequence, −g·A/length to each token. With every `loss_aggregation` the tokens of a sequence share their
+weight. If they share the advantage, too, their sum is −g·A: on fresh data policy gradient. With an advantage per token
+every token would get the mean, so `--advantage gae` is refused.
 """
 
 import torch
@@ -30,7 +30,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (gradient cut to 0).
 
-    `log_clip_low` and `log_clip_high` are in nats; weight is g, and 0 where a token is clipped.
+    `log_clip_low` and `log_clip_high` are in nats; weight is g, and 0 if a token is clipped.
     """
     log_ratio = inputs.log_ratio
     detached = log_ratio.detach()

@@ -26,7 +26,7 @@ def loss(
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: clipped (1 where the gradient is cut to 0)."""
+    """Return the per-token loss [N], and the detached stats [N]: clipped (1 if the gradient is cut to 0)."""
     ratio = importance_ratio(inputs.log_ratio)
     objective, clipped = clipped_objective(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
     return -objective, {"clipped": clipped.to(ratio.dtype)}

@@ -6,12 +6,13 @@
 Acts on: E, sequence, shape.
 At lag: a sequence weighs its ratio. Past the clip, on the side that its advantage points to, it has no gradient.
 
-Group Sequence Policy Optimization, arXiv 2507.18071, section 4.1; the defaults are those of its section 5.1.
+Group Sequence Policy Optimization, arXiv 2507.18071, section 4.1; the defaults are from its section 5.1.
 Differs from the paper: the denominator is the engine's own log-prob. Every token has the loss of its sequence.
-`loss_aggregation` says whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
+`loss_aggregation` chooses whether sequences (`sequence_mean`, as in the paper) or tokens weigh the same. The mean
 log-ratio is clamped to ±20 nats. The gradient of one token's loss is spread over the sequence, −s·A/length to each
-token. If the tokens of a sequence share advantage and weight, as with every `loss_aggregation`, their sum is −s·A: on
-fresh data policy gradient. With an advantage per token every token would get the mean, so `--advantage gae` is refused.
+token. With every `loss_aggregation` the tokens of a sequence share their weight. If they share the advantage, too,
+their sum is −s·A: on fresh data policy gradient. With an advantage per token every token would get the mean, so
+`--advantage gae` is refused.
 """
 
 from algos.inputs import LossInputs, LossOutput, NonNegative, Share, needs_equal_advantages

@@ -11,7 +11,7 @@ lag.
 
 Ling team, «Every Step Evolves» (Ring-1T), arXiv 2510.18855: IcePop is its mask M(k; α, β) with α = 0.5, β = 5.
 Differs from the paper: its k compares training and inference engine at one version, and ours includes staleness. Level
-"sequence" is ours. It weighs by the geometric mean, which is no importance weight but has the scale of one token's. A
+"sequence" is ours. It weighs by the geometric mean. That is no importance weight, but has the scale of one token's. A
 token left out stays in the denominator of the mean. The KL term is the trainer's. Log-ratios are clamped to ±20 nats.
 The proximal policy of a step's first update is the current one, as in decoupled_ppo.py.
 With `weighs=false` the mask is only a trust region. The paper multiplies by k, and verl's rejection sampling
@@ -37,7 +37,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
-    `clipped` is 1 where the clip or the mask cuts the gradient to 0.
+    `clipped` is 1 if the clip or the mask cuts the gradient to 0.
     """
     log_staleness = inputs.log_staleness
     if level == "sequence":

@@ -1,8 +1,8 @@
 """The inputs of a policy loss: the trained tokens of a micro-batch, flat, without padding or mask; and its options.
 
 The ranges of options are annotations in a loss's signature. A ratio is at most e²⁰, so 1e9 does not limit it; float32
-ends below 1e39. A loss itself says which two arguments exclude each other, and asyncrl/trainer/loss_choice.py refuses
-what would train nothing.
+ends below 1e39. A loss itself checks for two arguments that exclude each other. asyncrl/trainer/loss_choice.py refuses
+a loss that would not train.
 """
 
 import inspect
@@ -45,7 +45,7 @@ class LossInputs:
     """[N] task reward of the token's sequence."""
     sequence_ids: Tensor
     """[N] int64, non-decreasing; the sequences that have a trained token, numbered 0 … S−1 in the micro-batch. Each
-    sequence's tokens are in the order in which they were sampled."""
+    sequence's tokens are in the order of their sampling."""
     lags: Tensor | None = None
     """[N] int64, the policy's version at the step's start − the token's, steps; 0 for all if it is not given."""
     columns: dict[str, Tensor] = field(default_factory=dict)
@@ -96,13 +96,13 @@ def keywords_of(loss: Callable) -> list[inspect.Parameter]:
 
 
 def needs_equal_advantages(loss: Callable) -> Callable:
-    """Mark a loss that is right only where all tokens of a sequence have one advantage: no `--advantage gae`."""
+    """Mark a loss that is right only if all tokens of a sequence have one advantage: no `--advantage gae`."""
     loss.needs_equal_advantages = True
     return loss
 
 
 def joined(parts: Sequence[LossInputs]) -> LossInputs:
-    """The tokens of several micro-batches after each other, their sequences numbered through; some may have none."""
+    """Return the tokens of several micro-batches in one, some perhaps empty, with sequences numbered through."""
     parts = [part for part in parts if len(part.logprobs)] or parts[
         :1
     ]  # an empty one lacks columns
@@ -114,7 +114,7 @@ def joined(parts: Sequence[LossInputs]) -> LossInputs:
 
 
 def gathered(parts: Sequence[LossInputs]) -> LossInputs:
-    """The tokens of several micro-batches of each rank, without gradient, on the device of the first."""
+    """Return the tokens of several micro-batches of each rank, without gradient, on the device of the first."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, joined(parts).to("cpu"))
     return joined(of_ranks).to(parts[0].logprobs.device)

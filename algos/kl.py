@@ -8,9 +8,9 @@ carries gradient. With x_t = log π_ref(t) − log π(t), each per token and in 
     k3       = e^x − 1 − x ≥ 0              value unbiased on fresh tokens; its gradient is that of KL(π_ref ‖ π)
     unbiased = r·k3, r = π(t)/π_behavior(t) with gradient     value and gradient unbiased, on stale tokens too
 
-«Fresh» means sampled by π itself. The expected gradient of k1 is E[∇ log π] = 0 for any π_ref. As a loss term k1 only
-adds noise. Stale tokens bias k1, k2 and k3, because they have no importance weight. All four are about the next token
-after a given prefix. They leave out that the policy also changes the prefixes, as in the papers.
+«Fresh» means sampled by π itself. The expected gradient of k1 is E[∇ log π] = 0 for any π_ref. In a loss k1 only adds
+noise. Stale tokens bias k1, k2 and k3, because they have no importance weight. All four are about the next token after
+a given prefix. They leave out that the policy also changes the prefixes, as in the papers.
 
 k1, k2, k3: Schulman, «Approximating KL divergence», 2020; their gradients: Tang and Munos, arXiv 2506.09477; k3 is
 GRPO's, arXiv 2402.03300, eq. 4; unbiased: DeepSeek-V3.2, arXiv 2512.02556, eq. 7.

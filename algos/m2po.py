@@ -29,7 +29,7 @@ from algos.ratio import importance_ratio
 
 
 def loss(inputs: LossInputs, update: LossInputs, *, m2_threshold: Positive = 0.04) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: clipped (1 where a token is left out)."""
+    """Return the per-token loss [N], and the detached stats [N]: clipped (1 if a token is left out)."""
     moments, goes_on = _moments(inputs)
     left_out = goes_on & (moments >= _least_left_out(*_moments(update), m2_threshold))
     ratio = importance_ratio(inputs.log_ratio)
@@ -44,9 +44,9 @@ def _moments(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 def _least_left_out(moments: Tensor, goes_on: Tensor, threshold: float) -> Tensor:
-    """Return the smallest m that is left out of the update; infinite if there is none."""
-    # Tokens that do not go on count as 0. Removing or counting them would make the host wait for a GPU.
+    """Return the smallest m that is left out of the update; infinite if all are kept."""
+    # Tokens that do not go on count as 0. To drop or count them, a host waits for its GPU.
     ascending = torch.where(goes_on, moments, 0.0).sort().values
-    # The mean of the smallest 1, 2, 3 … rises, so those within the threshold come first.
+    # The mean of the smallest 1, 2, 3 … rises, so means within the threshold come first.
     is_small = ascending.double().cumsum(0) <= threshold * (ascending > 0).cumsum(0)
     return torch.cat([ascending, moments.new_full((1,), torch.inf)]).take(is_small.sum())

@@ -11,11 +11,11 @@ Acts on: E, prefix, weight.
 At lag: a token weighs its ratio times the least ratio before it, cut into the clip. None is left out.
 
 MinPRO, after arXiv 2601.22718. The formula was read in two later texts that state it, and not in the paper itself. Its
-numbers were not found: the defaults are those of DAPO's clip, arXiv 2503.14476. With a clip_low of 0.2 the prefix takes
-at most a fifth of a weight. A long stale response has most weights at that end. A clip_low of 1 has no lower end.
+numbers were not found: the defaults are from DAPO's clip, arXiv 2503.14476. With a clip_low of 0.2 the prefix takes at
+most a fifth of a weight. A long stale response has most weights at that end. A clip_low of 1 has no lower end.
 Differs from the paper, as far as known: the denominator is the engine's own log-prob. 1/length is a choice of
 `loss_aggregation`. Log-ratios are clamped to ±20 nats. Tokens of the environment are not part of the prefix.
-pnpo.py takes the geometric mean of the prefix, the token included, and leaves tokens out.
+PNPO (pnpo.py) takes the geometric mean of the prefix, the token included, and leaves tokens out.
 """
 
 import torch

@@ -10,16 +10,17 @@ Acts on: E, token, mask and weight.
 At lag: a token weighs its ratio inside the band, and is left out outside, whatever its advantage.
 
 Trust Region Masking, arXiv 2512.23075, has the theory. Clips of tokens cannot bound the error of a long sequence, so a
-sequence goes or stays as a whole. g is how far a token moved on average, at any length. s favours the short. Useful
-bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long responses. Level "token" is also
-the «double-sided importance sampling» of SAO, arXiv 2607.07508, for an actor with a critic.
+sequence goes or stays as a whole. The mean g shows how far a token moved on average, at any length. The product s
+favours short sequences. Useful bands are far narrower for g: SkyRL has 0.99 … 1.01 and NeMo RL 0.999 … 1.002 for long
+responses. Level "token" is also the «double-sided importance sampling» of SAO, arXiv 2607.07508, for an actor with a
+critic.
 Differs from the paper: there a token's largest divergence over the vocabulary decides. Here the ratios of sampled
 tokens decide, as in public code. Tokens left out stay in the denominator of the mean.
-Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, as icepop.py does. Here the
-ratio is of the current policy, and there is no clip. With "sequence" TRL weighs by s, as here, and SkyRL by another
-ratio. With "geometric" NeMo RL weighs by r_t, as here, and verl not at all: g is no importance weight. The gradient
-stops at the weight, or it would be spread over the sequence. A cap below `high` truncates inside the mask, as in verl,
-SkyRL and slime.
+Others: verl, TRL, SkyRL and NeMo RL mask by π_proximal/π_behavior on top of a PPO clip, like icepop.py. Here the ratio
+is of the current policy, and there is no clip. With "sequence" TRL weighs by s, as here, and SkyRL by another ratio.
+With "geometric" NeMo RL weighs by r_t, as here, and verl not at all: g is no importance weight. The gradient stops at
+the weight, or it would be spread over the sequence. A cap below `high` truncates inside the mask, as in verl, SkyRL and
+slime.
 """
 
 from typing import Literal

@@ -14,7 +14,7 @@ def weighted_policy_gradient(
 ) -> LossOutput:
     """Return −weight·A·log π(t), [N], and the stats [N]: weight, clipped.
 
-    `weight` and `ratio` [N] carry no gradient. `clipped` [N] bool is by default where the weight is not the ratio.
+    `weight` and `ratio` [N] carry no gradient. `clipped` [N] bool is by default True if the weight is not the ratio.
     """
     if clipped is None:
         clipped = weight != ratio

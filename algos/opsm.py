@@ -13,8 +13,8 @@ good or bad, so `--advantage gae` is refused.
 Differs from the paper: it gives no delta. TRL's example is 0.5, the default here; slime's default is 1e-4. The KL term
 is the trainer's (`kl_coef`), and 1/length is a choice of `loss_aggregation`. A sequence left out stays in the
 denominator of the mean. Log-ratios are clamped to ±20 nats.
-Others: TRL has the policy that sampled in the mask, as here, and its trainer's log-probs in the clip. slime has its
-trainer's log-probs in both by default.
+Others: TRL has the policy that sampled in the mask, as here, and its trainer's log-probs in the clip. By default slime
+has its trainer's log-probs in both.
 """
 
 import torch
@@ -40,7 +40,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: weight, clipped (gradient cut to 0).
 
-    `delta` is in nats per token; weight is the ratio, and 0 where the sequence is left out.
+    `delta` is in nats per token; weight is the ratio, and 0 if the sequence is left out.
     """
     log_ratio = inputs.log_ratio
     left_out = (inputs.advantages < 0) & (

@@ -7,7 +7,7 @@
     loss_t = −sg(M_t·w_t)·A·log π(t)                             sg = stop-gradient
 
 A mean of few ratios is noisier than a mean of many, as 1/sqrt(t). So the band is wide for the first tokens and narrow
-for the last. The weight depends on the prefix alone: what is sampled later does not change it.
+for the last. The weight depends on the prefix only: later tokens do not change it.
 
 Acts on: E, prefix, mask and weight.
 At lag: a token is left out where the mean log-ratio of its prefix has left the band. The others weigh the geometric
@@ -18,8 +18,8 @@ factor h. The paper itself was not read. Three things are guesses. The band is o
 on both sides, whatever the sign of A. Its default bounds are ours, about as wide as PPO's clip.
 Differs from the paper, as far as known: 1/length is a choice of `loss_aggregation`. Tokens of the environment are not
 part of the prefix. Log w is clamped to ±20 nats.
-minpro.py takes the least ratio of the prefix in place of the mean, and truncates. gspo.py and mis.py with level
-"geometric" take the mean over the whole sequence.
+MinPRO (minpro.py) takes the least ratio of the prefix in place of the mean, and truncates. GSPO (gspo.py) and MIS
+(mis.py) with level "geometric" take the mean over the whole sequence.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The proximal policy without a forward pass of its own: interpolated between behavior and current policy.
+"""The proximal policy without an extra forward pass: interpolated between behavior and current policy.
 
-A step starts at policy version t, which is the proximal policy, and makes version t + 1 in M updates. After m of them
-the current policy has the fractional version t + m/M. A token was sampled by version v ≤ t. Linear in the version:
+A step starts at policy version t, the proximal policy, and makes version t + 1 in M updates. After m of them the
+current policy has the fractional version t + m/M. A token was sampled by version v ≤ t. Linear in the version:
 
     log π_proximal ≈ log π_behavior + a·(log π − log π_behavior),    a = (t − v) / (t + m/M − v),    gradient stopped
 

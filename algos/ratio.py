@@ -8,11 +8,11 @@ Losses with different ratios share PPO's pessimistic clip:
 PPO, arXiv 1707.06347, eq. 7; clip_high > clip_low («clip-higher») is DAPO, arXiv 2503.14476, eq. 10; the dual clip is
 arXiv 1912.09729, section 3.
 
-Every loss file says «Acts on: ratio, level, means» and «At lag: …», for a table in docs/staleness.md. The ratios:
+Every loss file states «Acts on: ratio, level, means» and «At lag: …», for a table in docs/staleness.md. The ratios:
 
-    B = π_proximal/π_behavior, which is staleness: start of the step against sampled
-    U = π/π_proximal, which is the step itself:    now against start of the step
-    E = π/π_behavior = B·U, which is both:         now against sampled
+    B = π_proximal/π_behavior, the staleness: start of the step against sampled
+    U = π/π_proximal, the step itself:        now against start of the step
+    E = π/π_behavior = B·U, both:             now against sampled
 """
 
 import torch
@@ -58,7 +58,7 @@ def places(sequence_ids: Tensor) -> Tensor:
 def prefix_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
     """Give every token the sum of `values` [N] over its own sequence up to and with itself, [N].
 
-    sequence_ids as in LossInputs. The sum is float64 inside, as it runs over all sequences.
+    LossInputs describes `sequence_ids`. The sum is float64 inside, because it runs over all sequences.
     """
     sums = values.double().cumsum(0)
     firsts = torch.arange(len(values), device=values.device) - places(sequence_ids)
@@ -89,5 +89,5 @@ def clipped_objective(
 
 
 def is_past(moved: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return [N] bool: True where `moved` [N] is above `high` on a good token, or below `low` on a bad one."""
+    """Return [N] bool: True if `moved` [N] is above `high` on a good token, or below `low` on a bad one."""
     return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < low))

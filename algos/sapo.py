@@ -3,17 +3,17 @@
     r_t    = exp(log π(t) − log π_behavior(t))
     loss_t = −4/τ·σ(τ·(r_t − 1))·A          τ = tau_positive where A > 0, else tau_negative; gradient flows through r
 
-Its gradient is that of importance sampling times 4·σ·(1 − σ), which is 1 at r_t = 1 and less on either side, for good
-tokens and bad ones. PPO's clip cuts one side only.
+Its gradient is that of importance sampling times 4·σ·(1 − σ). That factor is 1 at r_t = 1 and less on either side, for
+good tokens and bad ones. PPO's clip cuts one side only.
 
 Acts on: E, token, shape.
 At lag: the further the ratio is from 1 on either side, the less a token weighs beside importance sampling. None is left
 out.
 
-Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are its authors'. τ is larger if A < 0, because
+Soft Adaptive Policy Optimization, arXiv 2511.20347; the defaults are its authors'. If A < 0, τ is larger, because
 pushing one token down raises all other tokens.
 Differs from the paper: the denominator is the engine's own log-prob. 1/length is a choice of `loss_aggregation`
-(`sequence_mean` there). Log-ratios are clamped to ±20 nats. Others: verl, TRL and SkyRL have the same gate, and divide
+(`sequence_mean` there). Log-ratios are clamped to ±20 nats. Others: verl, TRL and SkyRL have the same gate. They divide
 by the trainer's log-probs at the start of the step. AReaL divides by the policy that sampled, as here.
 Its value at r_t = 1 is −2·A/τ and not −A: only its gradient has a meaning.
 """

@@ -3,8 +3,8 @@
     s      = exp(sum over the sequence of log π(t) − log π_behavior(t)) = Π r, at most cap if there is one
     loss_t = −sg(s)·A·log π(t)          sg = stop-gradient
 
-Without a cap, the sum over a sequence has the gradient s·A·∇log π(sequence). Its mean over the policy that sampled is
-the mean of A·∇log π(sequence) over π, as on fresh data. A token's own ratio is only a factor of s. So a loss that
+Without a cap, the sum over a sequence has the gradient s·A·∇log π(sequence). Its mean over the policy that sampled
+equals that of A·∇log π(sequence) over π, as on fresh data. A token's own ratio is only a factor of s. So a loss that
 weighs single tokens is biased, with any clip. The price of s is a variance that grows exponentially with length and
 staleness. results/bandit shows both. Use it as a measure for other losses, and on short responses.
 

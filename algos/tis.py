@@ -16,6 +16,6 @@ from algos.objectives import weighted_policy_gradient
 
 
 def loss(inputs: LossInputs, *, clip_low: Share = 0.0, clip_high: Cap = 1.0) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where weight ≠ ratio)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if weight ≠ ratio)."""
     ratio = inputs.ratio
     return weighted_policy_gradient(inputs, ratio.clamp(clip_low, clip_high), ratio)

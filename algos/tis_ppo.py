@@ -38,7 +38,7 @@ def loss(
 ) -> LossOutput:
     """Return the per-token loss [N], and the detached stats [N]: proximal_ratio (u), weight (w), clipped.
 
-    `clipped` is 1 where the clip cuts the gradient to 0, or the cap makes it smaller.
+    `clipped` is 1 if the clip cuts the gradient to 0, or the cap makes it smaller.
     """
     log_staleness = inputs.log_staleness
     if level == "sequence":

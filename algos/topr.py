@@ -19,5 +19,5 @@ from algos.inputs import LossInputs, LossOutput
 
 
 def loss(inputs: LossInputs) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where a ratio is cut)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if a ratio is cut)."""
     return weighted_topr.loss(inputs)

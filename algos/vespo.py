@@ -4,13 +4,13 @@
     φ(w)   = e^λ·w^k·e^(−λ·w)          k_positive and lambda_positive where A ≥ 0, else k_negative and lambda_negative
     loss_t = −sg(φ(w))·A·log π(t)      sg = stop-gradient
 
-φ(1) = 1, and its highest point is at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. k says how fast it falls
-to 0 with w, λ how fast it falls as w grows.
+The bump φ is 1 at w = 1. It is highest at w = k/λ: at 2/3 for good responses, at 3/2 for bad ones. The exponent k sets
+how fast it falls to 0 with w, and λ how fast it falls as w grows.
 
 Acts on: E, sequence, weight.
 At lag: the further a sequence's ratio is from k/λ, the less it weighs, down to 0.
 
-VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are those of its code and of TRL.
+VESPO, arXiv 2602.10693, section 3.4 (k and λ are c1 and c2 there). The defaults are from its code and TRL.
 Differs from the paper: the log-ratio of a sequence is clamped to ±20 nats, and φ is at most e²⁰. That shows only if
 k/λ is far from 1. No length enters the weight, as there. So w is further from 1 for a longer response, and it counts
 less. TRL multiplies π/π_proximal by its capped π_proximal/π_behavior; here it is one ratio.

@@ -20,7 +20,7 @@ from algos.objectives import weighted_policy_gradient
 def loss(
     inputs: LossInputs, *, positive_weight: NonNegative = 1.0, negative_weight: NonNegative = 1.0
 ) -> LossOutput:
-    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 where a ratio is cut)."""
+    """Return the per-token loss [N], and the detached stats [N]: weight, clipped (1 if a ratio is cut)."""
     ratio = inputs.ratio
     is_good = inputs.rewards > 0
     weight = torch.where(is_good, positive_weight, negative_weight * ratio.clamp(0, 1))

@@ -1,7 +1,7 @@
 """The system: options, records and messages, and seven rooms.
 
-Modules of this code are found by their place, in every process. So a file `data.py` of a user hides none of them,
-whatever is on sys.path. A script's folder comes last there: its files hide no module of Python or of a library.
+Modules of this code are found by their place, in every process. So a file `data.py` of a user hides no module of this
+code, whatever is on sys.path. A script's folder comes last there: its files hide no module of Python or of a library.
 """
 
 import os  # these two are always loaded, so no file of a user can be meant
@@ -18,7 +18,7 @@ class FindByPlace:
 
     @staticmethod
     def find_spec(name: str, path=None, target=None):
-        """Return where a module is, or None for one that is elsewhere."""
+        """Return the place of a module, or None for a module outside PLACES."""
         place = PLACES.get(name)
         if place is None:
             return None
@@ -30,7 +30,7 @@ class FindByPlace:
 
 
 def _check_names() -> None:
-    """Raise ImportError if a module of a user was imported under the name of one of ours."""
+    """Raise ImportError if a module of a user was imported under the name of a module of this code."""
     for name in sys.modules.keys() & OUR_MODULES:
         file = getattr(sys.modules[name], "__file__", None) or name
         if not os.path.abspath(file).startswith(os.path.join(ROOT, "")):

@@ -29,7 +29,7 @@ from data import MULTI_TURN_TASKS, TASK_NAMES
 
 
 class ChangeableBy(enum.Enum):
-    """An occasion on which an option can differ from that of the run's first start."""
+    """An occasion when an option can differ from its value at the run's first start."""
 
     RESUME = "a run that is resumed"
     NODE = "one of several nodes, for itself"
@@ -169,7 +169,7 @@ class SwarmOptions:
     verify_share: Annotated[Share, RESUME] = 0.05
     """Share of a host's responses whose log-probs and rewards are computed again by the trainer."""
     snapshots: Annotated[str, RESUME] = ""
-    """Folder or URL (fsspec) from which hosts fetch weights. Empty: hosts pull from the run."""
+    """Folder or URL (fsspec) of weights that hosts fetch. Empty: hosts pull from the run."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Config:
     """A task of data/. `jsonl` takes rows from --data-path. `frozen_lake` and `guess_number` are environments of
     several turns. Your own FILE.py:NAME is a class: a task, or a gymnasium environment. A run records such an
     environment as environment:FILE.py:NAME. With agent:FILE.py:NAME or agent:COMMAND your own program calls the policy,
-    through an OpenAI endpoint. verifiers:NAME is an environment of that package."""
+    through an OpenAI endpoint. The task verifiers:NAME is an environment of that package."""
     task_args: tuple[Assignment, ...] = ()
     """Arguments of the task's class, NAME=VALUE each. `jsonl` takes `prompt`, `system`, `test`, `held_out`, `shuffle`
     and `template` (data/jsonl.py). Your own task or environment takes the parameters of its class. An agent takes
@@ -287,7 +287,7 @@ class Config:
     """Optimizer updates per step, and per epoch of several; must divide groups_per_step."""
     proximal: Annotated[Literal["recompute", "loglinear"], REPLAY] = "recompute"
     """Proximal log-probs, if a step has several updates. `recompute` makes one more forward pass. `loglinear`
-    interpolates between those of the engine and the current ones."""
+    interpolates between the engine's log-probs and the current ones."""
     centering: Annotated[bool, REPLAY] = False
     """Take from each token's gradient its mean under the policy that sampled: score centering, algos/centering.py. It
     needs top_logprobs, and a loss that weighs tokens one by one. With stale data it undoes the clip of `grpo`."""
@@ -314,8 +314,8 @@ class Config:
     """Token budget of one forward/backward pass, prompt tokens included: memory only, never the gradient."""
     share_prefix: Annotated[Sharing, REPLAY] = "auto"
     """Tokens that the trainer reads once: a group's prompt, or any common prefix of an update. The gradient is equal.
-    `auto` chooses the cheapest by an estimate for each update. It is `off` on GPUs, where nobody has timed it, and for
-    models and options that exclude sharing."""
+    `auto` chooses the cheapest by an estimate for each update. It is `off` on GPUs, because it was not timed there, and
+    for models and options that exclude sharing."""
     router_replay: Annotated[bool, REPLAY] = False
     """Route each token of a mixture of experts to the experts that the engine chose (R3, extras/router_replay)."""
     save_memory: Annotated[
@@ -330,9 +330,9 @@ class Config:
     parameter with AdamW; never the gradient. `auto` saves on GPUs as much as the memory plan needs, by `layers`, `head`
     and smaller micro-batches first."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What trainer and engine compute in. `auto` is bfloat16 on GPUs, which take no float32. On a CPU it measures a
-    layer, and is bfloat16 if that is 1.2 times as fast as float32. float16 rounds 8 times less, and its loss is scaled
-    (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
+    """Dtype of computing in trainer and engine. `auto` is bfloat16 on GPUs; they take no float32. On a CPU it measures
+    a layer, and is bfloat16 if that is 1.2 times as fast as float32. The rounding of float16 is 8 times less. Its loss
+    is scaled (extras/loss_scale.py). Trained weights, optimizer and log-probs from the logits on are float32 anyway."""
     batch_invariant: Annotated[bool, NOT_COPIED] = False
     """Make the results for a request independent of other requests, by vLLM's slower kernels for GPUs
     (VLLM_BATCH_INVARIANT)."""
@@ -345,8 +345,8 @@ class Config:
     eval_greedy: Annotated[bool, RESUME] = False
     """Also answer each held-out problem greedily, with the likeliest token each time: eval/greedy_accuracy."""
     log_samples: Annotated[Literal["two", "group", "all"], RESUME, HOST, REPLAY] = "two"
-    """Responses of a step in samples.jsonl: the best and the worst of a group, the whole group, or those of all groups.
-    It is a group whose rewards differ, if there is one."""
+    """Responses of a step in samples.jsonl: best and worst of a group, the whole group, or all groups. It is a group
+    whose rewards differ, if there is one."""
     record: Annotated[bool, NOT_COPIED] = False
     """Keep every consumed batch in the run's directory. scripts/replay.py trains on it again."""
     certificate: Annotated[Count, RESUME, HOST, NOT_COPIED] = 0
@@ -369,7 +369,7 @@ class Config:
     """Second place for the metrics of each step: Weights & Biases, the local database of trackio, or files for
     TensorBoard in the directory of the run. The last two need a package each."""
     tracker_project: Annotated[str, RESUME, HOST, REPLAY, NOT_COPIED] = "async-rl"
-    """Project at `wandb` or `trackio`. TensorBoard has none: it shows all runs of runs_dir."""
+    """Project at `wandb` or `trackio`. TensorBoard has no projects: it shows all runs of runs_dir."""
     tracker_mode: Annotated[Literal["online", "offline"], RESUME, HOST, REPLAY, NOT_COPIED] = (
         "online"
     )
@@ -396,7 +396,7 @@ class Config:
     replicas: Annotated[AtLeastOne, RESUME, HOST, REPLAY] = 1
     """Copies of the trained model (HSDP), each sharded over world/replicas ranks; 1 shards it over all ranks."""
     listen: Annotated[Address | None, RESUME, HOST, NOT_COPIED] = None
-    """HOST:PORT at which remote hosts can join and sample for this run: `python rollout.py --join`."""
+    """HOST:PORT of this run, for remote hosts that join and sample: `python rollout.py --join`."""
     join_timeout_s: Annotated[Seconds, RESUME] = 600.0
     """Longest time that a run waits without any worker, and a joined host without its run, seconds."""
     timeout_s: Annotated[Seconds, RESUME, REPLAY] = 600.0
@@ -483,7 +483,7 @@ class Config:
 
     @property
     def suspends_between_steps(self) -> bool:
-        """Whether over-sampling suspends responses between synchronous steps."""
+        """True if over-sampling suspends responses between synchronous steps."""
         return self.over_sampling > 1
 
     @property
@@ -969,7 +969,7 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 
 
 def nearest(text: str, known: Iterable[str] | None) -> str:
-    """Return the end of an error about an unknown word: the nearest known word, or nothing."""
+    """Return the end of an error about an unknown word: the nearest known word; else empty."""
     word = nearest_word(text, [*map(str, known or ())])
     return "" if word is None else f"; did you mean {word}?"
 

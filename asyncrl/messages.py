@@ -1,4 +1,4 @@
-"""The messages between the controller and a rollout worker. Each worker has one pipe, which keeps their order."""
+"""The messages between the controller and a rollout worker. Each worker has one pipe, and it keeps their order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -95,8 +95,8 @@ class Idle:
     """Reason why the worker has no ticket, for its time ledger."""
 
     reason: IdleReason
-    """`weights`: none are loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is
-    reached. `evaluation`: it is reached because an evaluation delays new weights. Otherwise the worker is starved."""
+    """`weights`: not loaded yet. `version`: queued tickets need newer weights. `bound`: the staleness bound is reached.
+    `evaluation`: it is reached because an evaluation delays new weights. Otherwise the worker is starved."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Receiving:
-    """The engine is paused and waits for the weights of its update, which the trainer must send (`nccl`)."""
+    """The engine is paused and waits for the weights of its update. The trainer must send them (`nccl`)."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ call in time, and at a semicolon other work is between:
    `hold_batch` → `SampleBuffer.find_batch`; `consume_batch`; `share_batch` → `sequences_by_minibatch` →
    `estimate_advantages`; `distribute`; `Policy.train_step` → `pack_to_train` → `pack`; for each update `_make_update` →
    `_per_token_loss` → `forward` → `TokenLogprobs.forward`, the log-probs now → the loss, times `token_weights`;
-   `backward`; `_step`, which clips the gradient and calls the optimizer.
+   `backward`; `_step` (clips the gradient, calls the optimizer).
 
-asyncrl/controller/controller.py has the death of a worker, and cancellation.
+The death of a worker, and cancellation, are in asyncrl/controller/controller.py.
 """
 
 import functools
@@ -152,7 +152,7 @@ class Ticket:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether its problem is held out."""
+        """True if its problem is held out."""
         return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
 
@@ -191,14 +191,14 @@ class Trajectory(TokenColumns):
     last_observation: str = ""
     """Text of such an environment that no token shows, because the episode ended."""
     segment_lengths: tuple[int, ...] = ()
-    """Tokens of each segment of an agent's trajectory, which the arrays have joined. Empty for other tasks: all tokens
+    """Tokens of each segment of an agent's trajectory. The arrays join the segments. Empty for other tasks: all tokens
     are one segment. A generated token is on the loss mask of one segment only."""
     experts: np.ndarray | None = None
     """[T − 1, layers, k] uint8 or uint16, experts of the last completion; None without --router-replay."""
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether its problem is held out."""
+        """True if its problem is held out."""
         return self.group_id in (EVALUATION_GROUP, GREEDY_GROUP)
 
     @property
@@ -249,7 +249,7 @@ class Group:
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raise RuntimeError for a trajectory that could poison a loss, with its first wrong token.
 
-    A generated token needs a version, and a finite log-prob up to 1e-4 nats, which is rounding.
+    A generated token needs a version, and a finite log-prob up to 1e-4 nats, to allow for rounding.
     """
     logprobs = trajectory.behavior_logprobs
     # a NaN is in no range

@@ -79,7 +79,7 @@ def user_code_names(config: Config) -> list[str]:
 def with_absolute_paths(config: Config, folder: Path | None = None) -> Config:
     """Return the options with absolute paths of user code, in `folder` if it is given.
 
-    Paths of rows and of a model become absolute, too, so a run that is resumed from another folder reads the same.
+    Paths of rows and of a model become absolute, too. So a run that is resumed from another folder reads the same.
     """
 
     def locate(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Tasks, environments and datasets, one file per idea, and the weights of the tiny models. Imports nothing of ours."""
+"""Tasks, environments and datasets, one file per idea, and the weights of the tiny models. Imports no other folder."""
 
 import inspect
 
@@ -18,7 +18,7 @@ TASKS = {
 }
 """Tasks of one turn. One that takes a `name` is chosen as TASK:NAME."""
 MULTI_TURN_TASKS = ("frozen_lake", "guess_number")
-"""Tasks of several turns: the keys of ENVIRONMENTS in data/environments.py, which imports gymnasium."""
+"""Tasks of several turns: the keys of ENVIRONMENTS in data/environments.py. That file imports gymnasium."""
 TASK_NAMES = (
     "addition", "gsm8k", "jsonl", "reasoning_gym:NAME", *(f"sums:{level}" for level in Sums.LEVELS),
     *MULTI_TURN_TASKS,
@@ -27,7 +27,7 @@ TASK_NAMES = (
 
 
 def make_task(name: str, seed: int, data_path: str | None = None) -> Task:
-    """Return a task of TASKS. Raises ValueError, in one line, for what is not there."""
+    """Return a task of TASKS. Raises ValueError, in one line, for a missing task."""
     kind, _, rest = name.partition(":")
     if kind not in TASKS:
         raise ValueError(f"--task must be one of {', '.join(TASKS)}, got {name}")

@@ -13,7 +13,7 @@ from data.problem import Candidate, DrawnTask, Problem, encode_text
 LABELS = string.ascii_lowercase
 MIN_COLUMNS = 2
 MAX_COLUMNS = 18
-"""Below the number of labels, as a final carry makes one more digit."""
+"""Below the number of labels, because a final carry makes one more digit."""
 TAIL_EXPONENT = 2.0
 """P(columns ≥ k) = (2/k)², up to the longest: long-tailed, as the lengths of reasoning traces are."""
 
@@ -32,7 +32,7 @@ class Addition(DrawnTask):
 
     @staticmethod
     def score(answer: str, response: str) -> float:
-        """1 for the exact labelled digits, else 0. Spaces do not count, as detokenizers differ in them."""
+        """1 for the exact labelled digits, else 0. Spaces do not count, because detokenizers differ in them."""
         if not answer.strip():
             raise ValueError("the answer of an addition problem is empty")
         return float("".join(response.split()) == "".join(answer.split()))

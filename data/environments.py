@@ -18,7 +18,7 @@ class TextEnvironment(gymnasium.Env[str, str]):
     max_turns: int
     """Turns of the policy after which the episode is truncated."""
     seed_shows: bool
-    """Whether the first observation shows all that the seed drew, so that it tells two seeds apart."""
+    """True if the first observation shows all that the seed drew, so that it tells two seeds apart."""
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Start the episode of a seed ≥ 0. Returns the first observation and an empty dict."""
@@ -48,7 +48,7 @@ class FrozenLake(TextEnvironment):
     """gymnasium's FrozenLake-v1 without slipping, on a random 4x4 map with a path to the goal.
 
     The observation is the map with the player on it, one row per line. The action is the first of the words left, down,
-    right and up in the response; without one, nothing moves. The goal gives reward 1, and a hole ends the episode.
+    right and up in the response. Without one the player stays. The goal gives reward 1, and a hole ends the episode.
     """
 
     max_turns = 8

@@ -22,7 +22,7 @@ class Gsm8k(RowTask):
 
     @staticmethod
     def score(answer: str, response: str) -> float:
-        """1 if math-verify says that the last number of the response, boxed or not, is the answer; else 0."""
+        """Return 1 if math-verify finds that the last number of the response, boxed or not, is the answer; else 0."""
         from math_verify import parse, verify
 
         float(answer)  # ValueError: math-verify would parse anything
@@ -34,7 +34,7 @@ class Gsm8k(RowTask):
 
 
 def read_row(row: dict, place: str) -> Problem:
-    """The problem of a row. Raises ValueError, with the row's place, if the row has none."""
+    """Return the problem of a row. Raises ValueError, with the row's place, if the row has no problem."""
     for name in ("question", "answer"):
         if not isinstance(row.get(name), str):
             raise ValueError(

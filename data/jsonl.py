@@ -11,7 +11,7 @@ from data.tables import RowTask, load_splits
 
 
 class Jsonl(RowTask):
-    """Rows of files. The columns of a row are what a reward function gets."""
+    """Rows of files. A reward function gets the columns of a row."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Jsonl(RowTask):
 
 
 def read_row(row: dict, place: str, column: str = "") -> Problem:
-    """The problem of a row whose prompt is in a column.
+    """Return the problem of a row whose prompt is in a column.
 
-    Raises ValueError, with the row's place, if the prompt is none or the row cannot reach a reward function.
+    Raises ValueError, with the row's place, if the row has no prompt or cannot reach a reward function.
     """
     column = column or ("messages" if "messages" in row and "prompt" not in row else "prompt")
     prompt = row.get(column)
@@ -74,7 +74,7 @@ def read_row(row: dict, place: str, column: str = "") -> Problem:
 
 
 def is_prompt(value: object) -> bool:
-    """Whether a value is a text, or a list of chat messages, in which something is said."""
+    """Return whether a value is a text, or a list of chat messages, and no text is blank."""
     if not isinstance(value, list):
         return isinstance(value, str) and bool(value.strip())
     texts = [
@@ -86,7 +86,7 @@ def is_prompt(value: object) -> bool:
 
 
 def json_object(text: str) -> dict:
-    """The JSON object of a text. Raises ValueError if it is none."""
+    """Return the JSON object of a text. Raises ValueError for a text without one."""
     try:
         return msgspec.json.decode(text, type=dict)
     except msgspec.DecodeError:

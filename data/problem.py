@@ -31,16 +31,16 @@ OPTIONS_OF_ALL_TEMPLATES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt, and what its response is compared with."""
+    """One prompt, and the answer that its response is compared with."""
 
     prompt: str | list[dict]
-    """What is asked, before any chat template: a text, or chat messages."""
+    """The question, before any chat template: a text, or chat messages."""
     answer: str
     """In the task's own form, read by its score: JSON for reasoning_gym and jsonl."""
     environment_seed: int | None = None
     """Seed of the environment that asks; None for single-turn tasks. With a seed, prompt and answer are empty."""
     place: str = field(default="", compare=False)
-    """Where the problem is from, as a file and the number of a row; errors begin with it."""
+    """Source of the problem, a file and the number of a row; errors begin with it."""
 
 
 Candidate = tuple[str, Problem]
@@ -51,13 +51,13 @@ class Task:
     """A task whose prompts go through the chat template, if the tokenizer has one."""
 
     system = ""
-    """What the system says before each prompt."""
+    """System message before each prompt."""
     template: ClassVar[dict] = {}
     """Options of the chat template."""
     rows: Sequence[Problem] = ()
     """All problems, if they are rows of a table."""
     summary = ""
-    """How many rows are trained on and held out, for people."""
+    """Numbers of rows trained on and held out, for people."""
 
     def train_problem(self, index: int) -> Problem:
         """Problem number `index` ≥ 0 of the training split."""
@@ -131,7 +131,7 @@ def check_written(messages: list[dict], text: str, is_continued: bool) -> None:
 
 
 def encode_text(text: str, tokenizer) -> list[int]:
-    """Token ids of a text, with what the tokenizer puts before a text, and without what it puts behind."""
+    """Return the token ids of a text, with the tokenizer's tokens before it, and without its tokens behind it."""
     encoded = tokenizer(text, return_special_tokens_mask=True)
     tokens, is_added = encoded["input_ids"], encoded["special_tokens_mask"]
     while tokens and is_added[len(tokens) - 1]:
@@ -166,7 +166,7 @@ class DrawnTask(Task):
 def of_split(
     candidates: Iterable[Candidate], held_out: bool, share: float = HELD_OUT_SHARE
 ) -> Iterator[Problem]:
-    """Yield the problems of those candidates that are held out, or of those that are not."""
+    """Yield the problems of the candidates that are held out, or of the other candidates."""
     return (problem for text, problem in candidates if (split_hash(text) < share) == held_out)
 
 
@@ -186,7 +186,7 @@ def prompt_key(prompt: str | list) -> str:
 
 
 def check_unicode(problem: Problem) -> None:
-    """Raise ValueError if prompt or answer has half of a character, which no file can have."""
+    """Raise ValueError if prompt or answer has half of a character. No file can have one."""
     prompt = problem.prompt
     if not isinstance(prompt, str):
         prompt = json.dumps(prompt, ensure_ascii=False)

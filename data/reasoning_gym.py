@@ -68,7 +68,7 @@ class ReasoningGym(Task):
 
 @functools.lru_cache(maxsize=4)
 def dataset(name: str, stream: str, chunk: int):
-    """Dataset number `chunk` of a stream. A hash spreads the seeds, as an entry depends on seed + index only."""
+    """Dataset number `chunk` of a stream. A hash spreads the seeds, because an entry depends on seed + index only."""
     import reasoning_gym
 
     digest = hashlib.blake2b(f"{stream}/{chunk}".encode(), digest_size=4).digest()

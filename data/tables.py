@@ -36,8 +36,8 @@ SPLIT_WORDS = {
     "test": {"test", "testing", "eval", "evaluation"},
     "validation": {"validation", "valid", "val", "dev", "heldout", "held", "holdout"},
 }
-"""Words that say in the name of a file or of a split what its rows are for. Those of validation are held out where no
-part is called test."""
+"""Words in the name of a file or of a split that show the use of its rows. Rows of validation are held out if no part
+is called test."""
 READABLE = (".jsonl", ".parquet", ".json", ".csv")
 UNREADABLE = (".ndjson", ".tsv", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip")
 """Files of rows, too, that must not be passed over in a folder."""
@@ -46,13 +46,14 @@ HUB_PROBE_S = 5.0
 """Longest wait for the hub to answer at all, seconds."""
 
 Rows = list[tuple[str, dict]]
-"""Rows, each after its place, which its errors name."""
+"""Rows, each after its place. Errors of a row name the place."""
 
 
 def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dict[str, Rows]:
-    """Return rows by split (see split_of): of the local copy at `path`, or of the hub's dataset if `path` is None.
+    """Return rows by split (see split_of): of the local copy at `path`, or the hub's dataset if that is None.
 
-    Raises ValueError if they cannot be read, in seconds also without a network. It says how to use a local copy.
+    Raises ValueError if they cannot be read, in seconds also without a network. The error shows how to use a local
+    copy.
     """
     import datasets
 
@@ -66,7 +67,7 @@ def load_splits(path: str | None, hub_name: str = "", hub_part: str = "") -> dic
             raise ValueError("no rows")
         return _by_split(parts, source)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        # For an empty file datasets raises a StopIteration without words. Its own errors name a cause that says why.
+        # For an empty file datasets raises a StopIteration without words. Its own errors name a cause with the reason.
         is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
         reason = str(error.__cause__ if is_wrapped and error.__cause__ else error) or "no rows"
         reason = " ".join(reason.splitlines()[:2])
@@ -120,7 +121,7 @@ class RowTask(Task):
     ) -> None:
         """`read_row(row, place)` makes the problem of a row; its errors begin with the `place`.
 
-        Raises ValueError if a row is not Unicode, nothing is left to train on, or nothing is held out.
+        Raises ValueError if a row is not Unicode, or if no row is left to train on or held out.
         """
         self._seed = seed
         self._shuffle = shuffle
@@ -166,7 +167,7 @@ def _read_problem(read_row: Callable[[dict, str], Problem], row: dict, place: st
 
 
 def hold_out(splits: dict[str, list[Problem]], share: float) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on and problems held out, of which none has a prompt of the other part.
+    """Return problems to train on and problems held out. The two parts share no prompt.
 
     The split test is held out, or else validation. Without them it is a `share` by hash of the prompts, or at least
     one.

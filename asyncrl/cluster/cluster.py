@@ -64,12 +64,12 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is its node's local rank 0."""
+        """True on a node's local rank 0."""
         return self.local_rank == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the run's records and evaluates."""
+        """True on rank 0. It writes the run's records and evaluates."""
         return self.is_leader and self.node == 0
 
     def name(self, node: int) -> str:
@@ -141,7 +141,7 @@ def max_over_ranks(counts: list[int]) -> list[int]:
 
 
 def gather_from_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Return the values of all ranks, or of those of a group; collective."""
+    """Return the values of all ranks, or of a group's ranks; collective."""
     if dist.get_world_size(group) == 1:
         return [value]  # to pickle it would take milliseconds of each step
     values: list[Value | None] = [None] * dist.get_world_size(group)
@@ -152,7 +152,7 @@ def gather_from_ranks(value: Value, group: dist.ProcessGroup | None = None) -> l
 def wait_for_ranks(
     store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float, action: str
 ) -> None:
-    """Wait until all ranks call this with one store, which has no other keys. A signal interrupts the wait.
+    """Wait until all ranks call this with one store without other keys. A signal interrupts the wait.
 
     Raises RuntimeError, with the missing ranks, after `timeout_s` seconds or if the store is gone.
     """

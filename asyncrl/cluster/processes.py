@@ -33,7 +33,7 @@ FIRST_PARENT = os.getppid()
 """Parent's pid at import. It is read now, because the parent can end while torch is imported."""
 STUCK_S = 4.0
 LEFT_S = 30.0
-"""Time in which a rank ends that another rank left without a signal, seconds. It can be writing a last record."""
+"""Time until a rank ends that another rank left without a signal, seconds. It can be writing a last record."""
 LOST_POLL_S = 1.0
 """Time that a rank has to begin its end after torchrun's signal."""
 # with torchrun's variables a child would take itself for a trainer rank
@@ -163,8 +163,8 @@ def exit_with_parent(poll_s: float = 1.0) -> None:
 def end_if_stuck() -> None:
     """Start a daemon thread that ends this rank if a rank is lost and a signal has no effect.
 
-    No signal handler runs while the main thread is in a collective of NCCL. torchrun signals each rank when one is
-    lost. After Ctrl-C it sends no second signal, so the thread looks for a lost rank then.
+    No signal handler runs while the main thread is in a collective of NCCL. If a rank is lost, torchrun signals each
+    rank. After Ctrl-C it sends no second signal, so the thread looks for a lost rank then.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -237,7 +237,7 @@ def kill_session(pid: int, timeout_s: float = 10.0) -> None:
 
 
 def kill_with_sessions(process: subprocess.Popen, grace_s: float = 0.0) -> None:
-    """Kill a process that leads a session, and its descendants, also those in sessions of their own.
+    """Kill a process that leads a session, and its descendants, also descendants in other sessions.
 
     With `grace_s` the process first gets SIGTERM and this time to end.
     """

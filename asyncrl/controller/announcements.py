@@ -20,7 +20,7 @@ class Announcements:
     def __init__(self, workers: Iterable[Worker]):
         self.workers = workers
         self.transport = Transport()
-        """Transport of weights to the workers of this node. It does nothing until `connect`."""
+        """Transport of weights to the workers of this node. It sends no weights until `connect`."""
         self._are_connected = False
         self.newest: Announcement | None = None
         """Weights that workers must load."""
@@ -55,7 +55,7 @@ class Announcements:
     def send_pending_update(self, worker: Worker) -> None:
         """Send a worker the newest weights if it needs them, is up and loads no others.
 
-        If newer weights are being written into their buffer, the worker waits for those.
+        If newer weights are being written into their buffer, the worker waits for them.
         """
         is_free = worker.is_up and worker.loading is None
         if is_free and worker.needs_update and worker.can_load(self.newest):

@@ -5,8 +5,8 @@ The obvious design is a queue of finished groups that drops groups older than ma
     while policy_version - (group := queue.get()).oldest_version > max_staleness:
         continue
 
-It drops long responses more often than short ones, which biases training. It does not limit running groups either. So a
-group gets a place before it starts. A batch waits for groups that would be too old for the next one.
+It drops long responses more often than short ones, and so biases training. It does not limit running groups either. So
+a group gets a place before it starts. A batch waits for groups that would be too old for the next one.
 
 The buffer has no clock, process or I/O. The same calls give the same answers. B is groups_per_step, and t is
 `num_consumed_batches`. So policy version t trains on the next batch. docs/reference.md#words defines the versions.
@@ -14,8 +14,8 @@ Freshness is a bound on every sample, as in ROLL Flash (arXiv 2510.11345).
 
 The proof of the bound: at t each resident group has v ≥ t − max_staleness. v is its `oldest_possible_version`.
 
-1. Admission: places are free only while a new group's v satisfies this, for t + 1 if a batch is held
-   (`num_free_places`).
+1. Admission: places are free only while a new group's v satisfies this (`num_free_places`). If a batch is held, v must
+   satisfy it for t + 1.
 2. Assignment: the first worker that gets a ticket of a group raises v to its own version (`note_assignment`). Later
    members need at least v (`needed_version_of_group`), and weights never become older. So no token is older than v.
 3. Deadline: a batch increases t by one. Under `wait` it is taken only if the claim then holds for every group that
@@ -45,7 +45,7 @@ class Resident:
     """Oldest version that its tokens can have: at first of its admission, then of its first assignment; exact once
     finished."""
     is_assigned: bool = False
-    """Whether a worker has, or had, a ticket of it."""
+    """True if a worker has, or had, a ticket of it."""
     num_failed: int = 0
     members: dict[int, Trajectory] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class BufferState:
     """A buffer in plain data."""
 
     num_consumed_batches: int
-    """As in SampleBuffer. A resume publishes before it admits groups, so all these batches count as announced."""
+    """See SampleBuffer. A resume publishes before it admits groups, so all these batches count as announced."""
     residents: dict[int, Resident]
     """Groups, perhaps more than this node has places. Then no group is admitted until enough are consumed."""
     ledger: dict[str, int | float]
@@ -89,9 +89,9 @@ class SampleBuffer:
         """Groups of a batch that was found. It waits for other nodes, or for a check of hosts. They are resident until
         they are consumed."""
         self._fate_of_later_members: dict[int, DropReason] = {}
-        """Reason with which later members are dropped, by group. It is the reason of the group's drop, or `surplus` for
-        a finished group with extra_members. Such a group can still be resident. Entries stay, because a member can
-        arrive at any time."""
+        """Reason for dropping later members, by group. It is the reason of the group's drop, or `surplus` for a
+        finished group with extra_members. Such a group can still be resident. Entries stay, because a member can arrive
+        at any time."""
         # False if `find_batch` returned None and the residents have not changed since
         self._may_have_batch = False
         self.ledger = Ledger()
@@ -126,7 +126,7 @@ class SampleBuffer:
         """Return the number of groups that may be admitted now.
 
         It is 0 while groups that start now would be too old for every later batch. At the end of a run it leaves out
-        groups that no step can train on: the last evaluation then has the engines for itself.
+        groups that no step can train on. Then only the last evaluation uses the engines.
         """
         # A group may start while at most ⌈α⌉ consumed batches, plus the allowed suspensions, are unannounced. There are
         # more while an evaluation defers weights. From version K on, K cancels in this comparison. A new group is in

@@ -1,6 +1,6 @@
 """The controller sends tickets to rollout workers, receives groups, announces weights and keeps workers alive.
 
-asyncrl/records.py lists the calls of a ticket and its trajectory. Places become free by `announce`, or if a group is
+The calls of a ticket and its trajectory are in asyncrl/records.py. Places become free by `announce`, or if a group is
 dropped.
 
 Death: `on_message(None)` → `on_death` → `issue_again` → the front of the queue.
@@ -84,7 +84,7 @@ class Controller:
         """Guards all state, and notifies waiting threads of every change. It is re-entrant."""
         self._stopping = False
         self.is_asked_to_stop = False
-        """Whether the run must end after this step."""
+        """True if the run must end after this step."""
         self.ended_by: RolloutEnded | None = None
         """Reason why no more groups are admitted. The next wait for a batch raises it, so a running step can finish."""
         self._has_timed_out = False
@@ -163,7 +163,7 @@ class Controller:
         """
         worker.disconnect()
         lost = worker.awaited
-        # from here on another Worker has its index, or none if it was of a joined host
+        # from here on another Worker has its index, or no Worker if it was of a joined host
         try:
             self.workers.replace(worker)
         finally:
@@ -219,8 +219,8 @@ class Controller:
             reason_if_full = "bound" if self.announcements.deferred is None else "evaluation"
         self.dispatcher.report_idle(reason_if_full)
 
-    # Batches: `wait_for_batch` → `wait_on_clock`, which chooses the state of the clock → `wait_until`, which calls
-    # `hold_batch` after every change until there is a batch. `consume_batch` follows when all nodes have theirs.
+    # Batches: `wait_for_batch` → `wait_on_clock` (chooses the state of the clock) → `wait_until` (calls `hold_batch`
+    # after every change until there is a batch). `consume_batch` follows when all nodes have theirs.
 
     def wait_for_batch(self) -> list[int]:
         """Wait for the next batch and hold it. Return the ids of its groups. Raises as `wait_on_clock`."""
@@ -264,8 +264,8 @@ class Controller:
     def consume_batch(self) -> list[Group]:
         """Consume the batch that is held and return its groups, for training.
 
-        Stop sampling if a full batch suspends it, and make engines free their memory if the trainer needs it for its
-        step. `Announcements` wakes suspended and sleeping workers.
+        Stop sampling if a full batch suspends it. Make engines free their memory if the trainer needs it for its step.
+        `Announcements` wakes suspended and sleeping workers.
         """
         with self.lock:
             groups = self.buffer.consume(self.buffer.held)

@@ -1,7 +1,7 @@
 """The dispatcher admits and drops groups, and sends each ticket to a rollout worker.
 
-As soon as a slot is free, the next ticket goes to the worker with the most free slots. This is queue scheduling (ROLL
-Flash, arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
+When a slot is free, the next ticket goes to the worker with the most free slots. This is queue scheduling (ROLL Flash,
+arXiv 2510.11345). The paper's baselines are in extras/baselines.py.
 """
 
 import heapq
@@ -45,7 +45,8 @@ class Dispatcher:
     failures: Failures = field(default_factory=Failures)
     """Counts of training responses and groups that ended."""
     newest_failed: list[bool] = field(default_factory=list)
-    """Whether each of the newest groups failed, oldest first. A resumed run starts empty: its reward may be fixed."""
+    """True for each of the newest groups that failed, oldest first. A resumed run starts empty: its reward may be
+    fixed."""
 
     # Groups
 
@@ -163,8 +164,8 @@ class Dispatcher:
     def assign_tickets(self) -> Iterator[tuple[Worker, Ticket]]:
         """Assign the tickets that can start now, and yield each with its worker.
 
-        A ticket goes to the least loaded worker that may start it. Of equally loaded workers the lowest `order` wins.
-        A ticket that no worker may start delays all later tickets. The heap is for thousands of workers.
+        A ticket goes to the least loaded worker that may start it. Among equally loaded workers the lowest `order`
+        wins. A ticket that no worker may start delays all later tickets. The heap is for thousands of workers.
         """
         workers = list(self.workers) if self.queue else []
         loads = [

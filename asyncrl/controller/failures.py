@@ -28,7 +28,7 @@ class Failures:
 
     @property
     def is_reported(self) -> bool:
-        """Whether more than REPORTED_SHARE of the responses or groups failed."""
+        """True if more than REPORTED_SHARE of the responses or groups failed."""
         return (
             self.num_failed > REPORTED_SHARE * self.num_responses
             or self.num_failed_groups > REPORTED_SHARE * self.num_groups

@@ -89,7 +89,7 @@ class Journal:
         self.record_event("trajectory", **record)
 
     def record_loading(self, worker: int, message: WeightsLoaded, made_at: float) -> None:
-        """Record that a worker has loaded weights, which were announced at `made_at`, monotonic seconds."""
+        """Record that a worker has loaded weights that were announced at `made_at`, monotonic seconds."""
         self.record_activity(worker, message.activity)
         sampled = message.sampled
         self._measured.append(

@@ -35,7 +35,7 @@ class PromptSource:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE2 of `compared_problems`, which a resume compares."""
+        """BLAKE2 of `compared_problems`. A resume compares it."""
         digest = hashlib.blake2b(digest_size=16)
         for problem in self.compared_problems:
             seed = problem.environment_seed

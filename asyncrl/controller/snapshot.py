@@ -29,7 +29,7 @@ class ControllerState:
     published_version: int
     """Version of the weights that were announced last. LeadingPublisher evaluates only a newer version."""
     evaluates: bool
-    """Whether LeadingPublisher evaluates the published version again, because its evaluation had not ended."""
+    """True if LeadingPublisher evaluates the published version again, because its evaluation had not ended."""
     evaluations: list[Evaluation]
     """Evaluations that ended and are not reported yet."""
     num_restarts: int

@@ -141,7 +141,7 @@ class TicketSource:
 
 @contextlib.contextmanager
 def _value_error_ends_rollout() -> Iterator[None]:
-    """Raise RolloutEnded for a ValueError, which would blame the host whose message is handled."""
+    """Raise RolloutEnded for a ValueError. A ValueError would blame the host whose message is handled."""
     try:
         yield
     except ValueError as error:

@@ -57,7 +57,7 @@ class Worker:
     process: WorkerProcess | None = None
     """None only until the process is started."""
     transport: Transport = field(default_factory=Transport)
-    """Transport of weights to the worker. It does nothing until `connect`."""
+    """Transport of weights to the worker. It sends no weights until `connect`."""
     order: float = 0.0
     """Tie-breaker between equally loaded workers; the lowest wins. Local workers all have 0."""
     state: Literal["starting", "sampling", "suspended", "falling_asleep", "asleep", "dead"] = (
@@ -70,7 +70,7 @@ class Worker:
     loading: Announcement | None = None
     """Weights that the worker was sent and has not loaded yet."""
     needs_update: bool = False
-    """Whether the worker gets the announced weights as soon as it is up and loads no other weights."""
+    """True if the worker gets the announced weights as soon as it is up and loads no other weights."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Its tickets, by id."""
     num_running: int = 0
@@ -78,23 +78,23 @@ class Worker:
     num_restarts_since_ticket: int = 0
     """Restarts since the last ticket that it ended."""
     owes_progress: bool = False
-    """Whether it has not answered the last `request_progress` yet."""
+    """True if it has not answered the last `request_progress` yet."""
     in_flight: InFlight | None = None
     """Its answer."""
     counts_as_attempt: bool = True
-    """Whether its death raises the `attempt` of its tickets. False for joined hosts: their end is no sign that the
+    """True if its death raises the `attempt` of its tickets. False for joined hosts: their end is no sign that the
     response kills its engine."""
     idle_reason: IdleReason | None = None
     """Reason that it was sent for having no ticket; None while it has one."""
 
     @property
     def is_up(self) -> bool:
-        """Whether the engine has started."""
+        """True if the engine has started."""
         return self.state not in ("starting", "dead")
 
     @property
     def is_paused(self) -> bool:
-        """Whether sampling is stopped until the next update."""
+        """True if sampling is stopped until the next update."""
         return self.state in ("suspended", "falling_asleep", "asleep")
 
     def connect(self, transport: Transport) -> None:
@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def awaited(self) -> list[Ticket]:
-        """Tickets that are issued again if the worker dies: all, or those of a host that no other worker has."""
+        """Tickets that are issued again if the worker dies: all, or a host's tickets that no other worker has."""
         return list(self.tickets.values())
 
     def finish_ticket(self, ticket_id: int) -> None:
@@ -152,7 +152,7 @@ class Worker:
         self.num_restarts_since_ticket = 0
 
     def describe(self) -> str:
-        # A joined host is still sampling with older weights while it fetches those that are `loading`.
+        # A joined host is still sampling with older weights while it fetches the weights that are `loading`.
         state = (
             "updating"
             if self.loading and self.sent_version == self.loading.version
@@ -173,7 +173,7 @@ class Workers:
         self.num_restarts = 0
         """Restarts of all workers in the run."""
         self.have_worked = False
-        """Whether any trajectory has arrived."""
+        """True if any trajectory has arrived."""
         self._main = main
         self.by_index: dict[int, Worker] = {}
         # also of dead processes, because handling a death can fail
@@ -202,7 +202,7 @@ class Workers:
 
     @property
     def any_starting(self) -> bool:
-        """Whether a worker is starting. `check` limits the time of a start."""
+        """True if a worker is starting. `check` limits the time of a start."""
         return bool(self.starting)
 
     def launch(self, on_message: Callable, on_ended: Callable) -> None:

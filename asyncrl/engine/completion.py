@@ -14,7 +14,7 @@ class Request:
     engine_id: str | None = None
     """The engine's running request for it."""
     is_aborted: bool = False
-    """Whether its caller ended it, so that the rest is not sampled. Its Episode is then aborted, too. An agent can end
+    """True if its caller ended it, so that the rest is not sampled. Its Episode is then aborted, too. An agent can end
     one call, and its episode continues."""
     parts: list[Completion] = field(default_factory=list)
     """Parts between updates that interrupted it."""

@@ -30,7 +30,7 @@ def rotate_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys, [tokens, heads · size] or [tokens, heads, size].
 
-    The kernel for a CPU gives wrong numbers for the second form, which LFM2 uses.
+    The kernel for a CPU gives wrong numbers for the second form. LFM2 uses that form.
     """
     if key is None:
         return _rotate(self, positions, query.flatten(1))[0].view_as(query), None

@@ -34,7 +34,7 @@ class Environment(Protocol):
         ...
 
     def end(self, *, is_idle: bool) -> None:
-        """Give up what the episode used. `is_idle`: no call of it is running, so it can play another episode."""
+        """Give up the resources of the episode. `is_idle`: no call of it is running, so it can play another episode."""
         ...
 
 

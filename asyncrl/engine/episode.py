@@ -50,7 +50,7 @@ class Episode:
         self.request_ids: set[str] = set()
         """Running requests: at most one, or any number of an agent."""
         self.is_aborted = False
-        """Whether its caller ended it."""
+        """True if its caller ended it."""
         self._request_numbers = itertools.count()
         self._generate = generate
         self._task: asyncio.Task | None = None
@@ -108,7 +108,7 @@ class Episode:
         max_tokens = len(self.tokens) + self.config.max_response_tokens
         while True:
             completion = await self.act(max_tokens - len(self.tokens))
-            if self.is_aborted:  # `generate` itself continues what an update interrupts
+            if self.is_aborted:  # `generate` itself continues after an update
                 return "aborted"
             step = await self.environment.step(completion)
             self.turn_times.append((*self._sampling_times, time.time()))

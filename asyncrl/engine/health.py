@@ -40,7 +40,7 @@ async def _watch_answers(engine: Any, timeout_s: float) -> None:
 async def limited(timeout_s: float, action: str, hint: str = "") -> AsyncIterator[None]:
     """Raise TimeoutError after a time, with the stacks of this process and its engine in the log.
 
-    `hint` says what to change.
+    `hint` names a change to make.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -22,7 +22,7 @@ async def settle(proxy: LLMProxy) -> None:
 
 
 def read_in_flight(proxy: LLMProxy, episodes: dict[int, list[Episode]]) -> InFlight:
-    """Return the progress of training responses that a resume can continue: those of one turn and one request."""
+    """Return the progress of training responses of one turn and one request. A resume can continue only these."""
     partials = {}
     for ticket_id, (first, *others) in episodes.items():
         if proxy.config.is_multi_turn or others or first.ticket.is_evaluation:

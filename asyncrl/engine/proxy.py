@@ -1,7 +1,7 @@
 """One vLLM engine as a rollout worker sees it: generate, abort, suspend, load weights, score.
 
-This module decides what a weight update does to running requests (`on_update`). A caller gets one response, whatever
-updates there were. Functions import vllm, so the import of this module costs nothing.
+This module decides the effect of a weight update on running requests (`on_update`). A caller gets one response,
+whatever updates there were. Functions import vllm, so the import of this module is fast.
 """
 
 import asyncio

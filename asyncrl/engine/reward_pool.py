@@ -176,7 +176,7 @@ class _PoolOfKind:
         self._template.close()
 
     async def _take_place(self) -> _Process:
-        """Return a process that can take a response. If there is none, fork one."""
+        """Return a process that can take a response. If there is no such process, fork one."""
         async with self._is_forking:
             while self._places:
                 process = self._places.pop()

@@ -30,12 +30,12 @@ MAX_NAME = 128
 _RESERVED_NAMES = ("mean", "std", "zero_variance_groups", "overlong_penalty")
 """Other metrics with the prefix reward/."""
 _MAX_REASON = 500
-"""Characters of an error's text, which may quote a whole response."""
+"""Characters of an error's text. An error can quote a whole response."""
 MAX_FAILURE = 1000
 """Characters of a failure's message."""
 MAX_REWARD = 1e12
-"""Largest absolute value of a reward and of its parts. The trainer adds squares in float32, which ends at 3e38. A
-square of 1e24 leaves room for the gradients of log-probs, and for their number."""
+"""Largest absolute value of a reward and of its parts. The trainer adds squares in float32, up to 3e38. A square of
+1e24 leaves room for the gradients of log-probs, and for their number."""
 
 
 class Failed(Exception):
@@ -54,7 +54,7 @@ class RewardFunction:
     call: Callable[[str, str], Any]
     """Takes a problem's answer and a response. Returns the function's value, or its coroutine."""
     is_async: bool
-    """Whether `call` returns a coroutine."""
+    """True if `call` returns a coroutine."""
     text: str = ""
     """FILE.py:NAME; empty for the score of a shipped task."""
     weight: float = 1.0
@@ -140,7 +140,7 @@ class RewardScorer:
         return add_rewards(rewards, str(self))
 
     async def gather(self, answer: str, response: str) -> Reward:
-        """Return reward and parts by async functions, which wait together. Raises Failed."""
+        """Return reward and parts by async functions. They wait together. Raises Failed."""
         scoring = (function.score(answer, response) for function in self.functions)
         return add_rewards(await asyncio.gather(*scoring), str(self))
 

@@ -1,6 +1,6 @@
 """The set-up of vLLM for a worker.
 
-Functions import vllm, so the import of this module costs nothing.
+Functions import vllm, so the import of this module is fast.
 """
 
 import os
@@ -94,15 +94,15 @@ def start_engine(spec: WorkerSpec):
     arguments = AsyncEngineArgs(**engine_options(spec))
     on_cpu = spec.placement.gpu is None
     if on_cpu:
-        # to avoid CUDA, vLLM inspects new model classes in another process, which imports all of vLLM, 9 s
+        # to avoid CUDA, vLLM inspects new model classes in another process. That imports all of vLLM, 9 s
         registry._run_in_subprocess = lambda look: look()
         if arguments.create_model_config().is_hybrid:
             # vLLM caches states of recurrent layers only with chunked prefill; see engine_options
             arguments.enable_prefix_caching = False
     engine_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if on_cpu:
-        # On the CPU vLLM has just chosen to spawn. A forked engine does not import all of vLLM again, 9 s. It inherits
-        # the number of torch's threads, because torch may have been imported before the environment was set.
+        # On the CPU vLLM has chosen to spawn. A fork does not import vLLM again, 9 s. It inherits the number of torch's
+        # threads, because torch may have been imported before the environment was set.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         torch.set_num_threads(spec.placement.cpu_threads)
     elif torch.distributed.is_initialized():
@@ -159,8 +159,8 @@ def _cpu_options(config: Config) -> dict:
         # Requests share whole blocks of a prompt, and many prompts are shorter than vLLM's default of 128. Its
         # attention takes no fewer than 32.
         "block_size": 32,
-        # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator, which a
-        # generator on the CPU lacks.
+        # With chunked prefill a seeded request ends the engine: it rewinds the offset of a generator. A generator on
+        # the CPU has no offset.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(ENGINE_STEP_TOKENS, config.max_sequence_tokens),
         # This is the class, because on the CPU vLLM changes the name "uni" into "mp" to set OpenMP's environment.

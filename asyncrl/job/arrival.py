@@ -27,10 +27,10 @@ differ a little."""
 ALLOWED_MISMATCH = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02}
 """Largest mean difference of an engine that has the trainer's weights, nats per token, by the dtype of computing.
 
-On a CPU the tiny model has 2e-6 in float32, 0.003 in float16 and 0.03 in bfloat16, on random tokens. SmolLM2-135M has
-0.07 in bfloat16, or 0.12 for sequences of 16 tokens. The largest of 239 versions of its stored runs is 0.063. If one
-norm of the tiny model is not sent, the difference is 0.4 or more. On an H200, means over steps of
-SmolLM2-135M are 0.043 to 0.052 in bfloat16, and 0.005 to 0.007 in float16."""
+On a CPU the tiny model has 2e-6 in float32, 0.003 in float16 and 0.03 in bfloat16. The tokens are random. SmolLM2-135M
+has 0.07 in bfloat16, or 0.12 for sequences of 16 tokens. The largest of 239 versions of its stored runs is 0.063. If
+one norm of the tiny model is not sent, the difference is 0.4 or more. Means over steps of SmolLM2-135M on an H200 are
+0.043 to 0.052 in bfloat16. In float16 they are 0.005 to 0.007."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Arrival:
     versions_ahead: float
     """Versions ahead of the version before."""
     late_sigmas: float
-    """Standard errors by which `versions_behind` exceeds TOLERATED · `versions_ahead`."""
+    """Excess of `versions_behind` over TOLERATED · `versions_ahead`, standard errors."""
     current_sigmas: float
-    """Standard errors by which `versions_ahead` exceeds `versions_behind`."""
+    """Excess of `versions_ahead` over `versions_behind`, standard errors."""
 
 
 def measure_arrival(products: np.ndarray, squares: np.ndarray) -> Arrival | None:

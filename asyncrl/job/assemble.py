@@ -220,7 +220,7 @@ def _take_device(config: Config, cluster: Cluster) -> tuple[Placement, torch.dev
 
 
 def _fit_model(rank: Rank, model_path: str) -> tuple[Config, list[str]]:
-    """Return the options with a dtype and a learning rate that fit the model, and the lines on freshness and rate.
+    """Return the options with a dtype and learning rate that fit the model, and lines on freshness and rate.
 
     Collective on leaders.
     """

@@ -1,9 +1,9 @@
 """When a run is saved, and how a signal, a limit of time or an error ends it.
 
 A checkpoint is made at the end of a step, after its weights were published. The main thread of a rank copies its part
-of the trainer's state to host memory. A leader's takes a snapshot of its controller, too. A thread then writes files
-and manifest, renames the folder and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py).
-asyncrl/job/resume.py continues from them.
+of the trainer's state to host memory. A leader also takes a snapshot of its controller. A thread then writes files and
+manifest, renames the folder and prunes old checkpoints (asyncrl/trainer/checkpoint_writer.py). A run continues from
+them by asyncrl/job/resume.py.
 
 | error that ends the loop | raised by | last step |
 |---|---|---|
@@ -249,7 +249,7 @@ class Checkpoints:
         self.writer.start(step, training_state(self.policy), leader_part)
 
     def _save_only_weights(self, step: int) -> None:
-        """Write the weights of a step to the first node's folder, which other nodes may lack; collective."""
+        """Write the weights of a step to the first node's folder; collective. Other nodes can lack that folder."""
         begun = time.monotonic()
         is_first = self.rank.cluster.is_first
         path = str(self.writer.folder / f"step_{step}") if is_first else ""

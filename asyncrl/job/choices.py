@@ -1,4 +1,4 @@
-"""Tries what the options of a run name, its user code included, before slow parts start."""
+"""Tries the code that the options of a run name, user code included, before slow parts start."""
 
 from asyncrl import user_code
 from asyncrl.config import Config
@@ -7,7 +7,7 @@ from asyncrl.tasks import prepare_task
 
 
 def try_choices(config: Config) -> None:
-    """Load the loss, the advantage estimator, the optimizer, the task and the rewards of a run, and call some of them.
+    """Load the loss, advantage estimator, optimizer, task and rewards of a run, and call some of them.
 
     Raises ValueError, in one line, for a wrong argument of one of them, and for unfit user code.
     """

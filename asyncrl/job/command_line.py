@@ -1,7 +1,7 @@
 """The command line of a run, read by tyro from the options that Config declares.
 
-User code (FILE.py:NAME) is found here, and `try_choices` tries it before slow parts start. --help is printed here, too,
-with a title for each section of Config.
+User code (FILE.py:NAME) is found here, and `try_choices` tries it before slow parts start. This module prints --help,
+too, with a title for each section of Config.
 """
 
 import itertools

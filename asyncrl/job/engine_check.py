@@ -10,7 +10,7 @@ SURELY_WRONG = 2.5
 """Factor of the allowed mismatch above which the first weights are surely wrong. Below it, rounding can be the reason,
 because no model of 8B was measured. In bfloat16 it gives 0.375 nats, and one norm that is not sent 0.4 or more."""
 FEW_VERSIONS = 5
-"""Compared versions from which on a run reports at its end that it stayed undecided."""
+"""Fewest compared versions for a report, at the end of a run, that it stayed undecided."""
 
 
 class EngineCheck:
@@ -61,7 +61,7 @@ class EngineCheck:
         self._check_arrival()
 
     def _check_arrival(self) -> None:
-        """Look whether engines have older weights than they say. Raises RuntimeError if one surely has."""
+        """Look whether engines have older weights than they report. Raises RuntimeError if one surely has."""
         leader = self._leader
         for version, worker in leader.probe.compare_neighbours():
             arrivals = leader.probe.arrivals[worker]
@@ -87,7 +87,7 @@ class EngineCheck:
     def finish(self) -> None:
         """Print the worker whose version is least certain, if the probe cannot tell it from the version before.
 
-        Workers that were shut out do not count. After fewer than FEW_VERSIONS versions nothing is printed.
+        Workers that were shut out, or compared at fewer than FEW_VERSIONS versions, do not count.
         """
         controller = self._leader.controller
         compared = {

@@ -1,6 +1,6 @@
-"""Check before a run on CPUs starts whether the host has memory for its weights and the versions that are held back.
+"""Check before a run on CPUs starts that the host has memory for its weights and held-back versions.
 
-extras/planning checks the host of GPUs.
+The host of GPUs is checked by extras/planning.
 """
 
 import psutil

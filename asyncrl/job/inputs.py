@@ -78,7 +78,7 @@ def check_tokenizer(config: Config, model_path: str) -> None:
     tokenizer = load_tokenizer(model_path)
     special = set(tokenizer.all_special_ids)
     for token, index in tokenizer.get_vocab().items():
-        # Gemma's text models lack the token of an image, which no template writes.
+        # Gemma's text models lack the token of an image, and no template writes it.
         is_unused = index in special and token not in str(tokenizer.chat_template)
         if index >= vocab_size and not is_unused:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The ranks of a node: a leader with records and rollout workers, and followers.
 
-Each of several nodes has its share of the prompts, and workers of its own. asyncrl/job/assemble.py builds ranks.
+Each of several nodes has its share of the prompts, and its own workers. The ranks are built by asyncrl/job/assemble.py.
 """
 
 import functools
@@ -51,12 +51,12 @@ class Rank:
     clock: TimeLedger
     """States of this rank; each call of the loop enters its own."""
     on_end: ExitStack
-    """Stops what was started, last first."""
+    """Stops the started parts, last first."""
     watch: NodeWatch
     checkpoint: Checkpoint | None
     """Checkpoint that the run continues from; None for a new run."""
     trains: bool = field(default=True, kw_only=True)
-    """Whether there are steps. Else the first weights are only evaluated."""
+    """True if there are steps. Else the first weights are only evaluated."""
 
     @property
     def first_version(self) -> int:
@@ -74,7 +74,7 @@ class Rank:
         return {field.name: getattr(self, field.name) for field in fields(Rank)} | changes
 
     def use_device(self) -> None:
-        """Make the context of this rank's GPU. Plans of memory come first, and engines: none may find the context."""
+        """Make this rank's GPU context. Plans of memory and engines come first, because they must not find it."""
         if self.device.type == "cuda":
             # torch reads the first that is set
             given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(
@@ -115,7 +115,7 @@ class Follower(Rank):
     model_path: str
 
     def take_batch(self, step: int, publisher: "Publisher") -> None:
-        """Wait with the leader, which has the groups of the step; see Leader."""
+        """Wait with the leader. It has the groups of the step; see Leader."""
         with self.wait_together():
             pass
 
@@ -132,7 +132,7 @@ class Leader(Rank):
     """State that the controller of a resumed run continues from; None for a new run."""
 
     def launch(self) -> None:
-        """Start the rollout workers, which `on_end` stops. Return when they are up only if they share a GPU."""
+        """Start the rollout workers; `on_end` stops them. Return when they are up only if they share a GPU."""
         self.on_end.callback(self.controller.stop)
         self.controller.launch()
         if any(worker.shared_with_rank is not None for worker in self.placement.workers):
@@ -154,7 +154,7 @@ class Leader(Rank):
         self.controller.connect(transport)
 
     def share_cores(self, model: PreTrainedModel) -> None:
-        """Leave the engine's CPU cores, and compute on them only while the engine has nothing to sample.
+        """Leave the engine's CPU cores, and compute on them only while the engine has no response to sample.
 
         Each layer of `model` chooses its cores before its forward and before its backward pass.
         """

@@ -37,7 +37,7 @@ MAX_TOKENS."""
 MAX_TOKENS = 256
 """Longest sequence. It stays one below the engine's context length, so that the engine can sample a token."""
 NUM_VERSIONS = 64
-"""Versions with kept log-probs, besides those of publish_delay: a slow worker loads a version late."""
+"""Versions with kept log-probs, besides the versions of publish_delay: a slow worker loads a version late."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Mismatch:
         return {f"mismatch/{name}": getattr(self, name) for name in names}
 
     def describe(self, allowed: float, transport: str) -> str | None:
-        """Return what is wrong, and the likely causes, in one line; `allowed` is of ALLOWED_MISMATCH."""
+        """Return the fault and its likely causes, in one line; `allowed` is of ALLOWED_MISMATCH."""
         if self.abs_mean <= allowed and self.decoded <= allowed:  # NaN is not
             return None
         if self.abs_mean <= allowed:
@@ -107,21 +107,21 @@ class Probe:
         self._length = min(MAX_TOKENS, config.max_sequence_tokens - 1)
         saved = saved or {"tokens": [], "scores": []}
         self.tokens = _as_tokens(saved["tokens"])
-        """Token ids of each sequence that is of the first batch; none before it."""
+        """Token ids of each sequence that is of the first batch; empty before it."""
         self._scores = {
             version: Scores(_as_tokens(tokens), np.array(logprobs, np.float32))
             for version, tokens, logprobs in saved["scores"]
         }
         self._newest: dict[int, dict[str, float]] = {}
         self.arrivals: dict[int, Arrivals] = defaultdict(Arrivals)
-        """What is known of each worker's weights."""
+        """Measurements of each worker's weights."""
         self._waiting: dict[tuple[int, int], np.ndarray] = {}
         """Version and worker -> the engine's log-probs, until the trainer has scored the version after."""
 
     def state(self, versions: Iterable[int]) -> dict:
         """Return the sequences, and the trainer's scores at `versions`, in plain data.
 
-        `versions` are those of Checkpoint.held_back. A resume announces the first again.
+        `versions` are Checkpoint.held_back. A resume announces the first again.
         """
         kept = {version: self._scores[version] for version in versions}
         return {
@@ -133,13 +133,13 @@ class Probe:
         }
 
     def tokens_at(self, version: int) -> TokenSequences:
-        """Return the sequences that the trainer has scored at a version; none if it has not, or long ago."""
+        """Return the sequences that the trainer has scored at a version; empty if it has not, or long ago."""
         return self._scores[version].tokens if version in self._scores else ()
 
     def choose(self, groups: list[Group] | None, policy: "Policy", cluster: Cluster) -> None:
-        """Take trajectories of a node's batch, if none are there yet; collective on the node.
+        """Take trajectories of a node's batch, if the probe has no trajectories yet; collective on the node.
 
-        The first member of each group comes first, as members begin alike.
+        The first member of each group comes first, because members begin alike.
         """
         if not self.tokens:
             members = zip(*(group.trajectories for group in groups or []), strict=False)

@@ -6,7 +6,7 @@ The calls of a version, from the trainer to the metrics:
 2. `_choose_weights`. With publish_delay all later calls have an older version.
 3. `Controller.stage` → `Transport.stage` → `write`: weights are copied into a buffer that no worker reads.
 4. `Controller.announce_or_defer` → `announce` → `Announcements.send_to_workers` → `Worker.load` → `send_update`.
-5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights` → `_load`, which sets the stamp → in vLLM's
+5. `LoadWeights` → `RolloutWorker._load_weights` → `LLMProxy.load_weights` → `_load` (sets the stamp) → in vLLM's
    process `ShmWeightTransferEngine.receive_weights`, or vLLM's own engine for ipc and nccl (`Receiving` →
    `Transport.send`). Then `read_completion` → `token_versions` reads the stamps.
 6. `Finished` → `SampleBuffer.add`, `find_batch`: they check the stamps → `take_batch` → `share_batch` → `_segments`
@@ -124,7 +124,7 @@ class LeadingPublisher(Publisher):
             gather_only(weights)
             return
         if self.config.colocate == "sleep":
-            torch.cuda.empty_cache()  # what the step needed is the engine's again when it wakes
+            torch.cuda.empty_cache()  # the engine gets the step's memory again when it wakes
         probe = self.rank.probe.tokens_at(version)
         controller.announce_or_defer(
             Announcement(version, trainer_version, staged, probe, evaluates)
@@ -165,7 +165,7 @@ class LeadingPublisher(Publisher):
         self._engine_check.check(step)
 
     def check_last(self, version: int) -> None:
-        """Compare the engines at the last version, with which the last evaluation was sampled.
+        """Compare the engines at the last version. The last evaluation was sampled with it.
 
         Raises CannotContinue if rollout has ended before.
         """

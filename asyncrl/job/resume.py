@@ -1,8 +1,8 @@
-"""How a run continues (--resume): its options, its newest whole checkpoint, and the state of its controllers.
+"""Continues a run (--resume): its options, its newest whole checkpoint, and the state of its controllers.
 
-runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, and versions
-that publish_delay holds back. node_K.msgpack there has the controller's state of node K, and manifest.json the digest
-of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
+A folder runs/NAME/checkpoints/step_N has weights for people. Its folder resume/ has shards of the trainer's state, and
+versions that publish_delay holds back. There node_K.msgpack has the controller's state of node K, and manifest.json the
+digest of every file. A checkpoint appears by one rename. A file that is truncated or changed later is detected.
 
 | a checkpoint has | where | written by | restored by |
 |---|---|---|---|
@@ -14,8 +14,8 @@ of every file. A checkpoint appears by one rename. A file that is truncated or c
 | digest of the problems | manifest, `NodeFacts` | `PromptSource.digest` | `check_is_unchanged` compares it |
 
 A resumed run restores in this order: options (command_line.py), checkpoint (start_rank), controller (lead), policy and
-then record files (Checkpoints.restore_policy_and_run_folder), weights that are held back, the probe (Rank.probe) and
-the published version (Publisher), and the totals of the step log (StepLog.__enter__).
+then record files (Checkpoints.restore_policy_and_run_folder). Then follow weights that are held back, and the probe
+(Rank.probe). The published version (Publisher) and the totals of the step log (StepLog.__enter__) come last.
 """
 
 import os
@@ -159,7 +159,7 @@ def check_is_unchanged(
 
 
 def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> ControllerState:
-    """Return the state from which a leader's controller continues, also on another number of nodes."""
+    """Return the state that a leader's controller continues from, also on another number of nodes."""
     parts = [
         (checkpoint.resume_folder / f"node_{node}.msgpack").read_bytes()
         for node in range(len(checkpoint.nodes))
@@ -172,7 +172,7 @@ def load_controller_state(checkpoint: Checkpoint, cluster: Cluster) -> Controlle
 
 
 def resume_hint(run: Path | None) -> str:
-    """Return the command that continues a stopped run, or the reason why there is none; `run` is None before its start.
+    """Return the command that continues a stopped run, or the reason without one; `run` is None before its start.
 
     With --save weights, or if nodes share no folder, a run saves only weights (Checkpoints._save_only_weights).
     """

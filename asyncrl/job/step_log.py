@@ -1,4 +1,4 @@
-"""What a run writes and prints about every step: rank 0 for all nodes, the other leaders their own events."""
+"""Writes and prints the results of every step: rank 0 for all nodes, other leaders their own events."""
 
 from asyncrl.cluster.processes import freeze_garbage
 from asyncrl.config import GROUP_ADVANTAGES
@@ -21,14 +21,14 @@ from asyncrl.weights.stop_tokens import describe_stop_tokens
 STEPS_OF_FAILURES = 10
 """Steps between two reports of failures."""
 STEPS_WITHOUT_SIGNAL = 3
-"""Steps from the first in which every group's rewards were equal, after which the run says so."""
+"""First steps of a run. If every group's rewards were equal in them, the run warns."""
 
 CUT_SHARE = 0.9
-"""Share of the first batch's responses that reach the length limit, from which on the run says so."""
+"""Smallest share of the first batch's responses at the length limit that makes the run warn."""
 
 
 class StepLog:
-    """Writes a step's metrics and sample on rank 0, of all nodes, and its event on each leader; nothing elsewhere."""
+    """Writes a step's metrics and sample of all nodes on rank 0, its event on each leader, no record elsewhere."""
 
     def __init__(self, rank: Follower | Leader):
         self.rank = rank
@@ -38,7 +38,7 @@ class StepLog:
         self.reported = Failures()
         """Failures until the last look at them."""
         self.has_signal = False
-        """Whether any group so far had unequal rewards, without which no gradient says what is better."""
+        """True if any group so far had unequal rewards. Without them no gradient shows the better response."""
 
     def __enter__(self) -> "StepLog":
         """End the account of the start: the first step begins. The records of a resumed run are truncated by now."""
@@ -71,7 +71,7 @@ class StepLog:
             self.report_failures()
         if step == config.steps:
             self.rank.controller.finish_evaluations()
-            self.clock.enter("evaluate")  # also where another node's is waited for
+            self.clock.enter("evaluate")  # also the wait for another node's evaluations
         measured_on_nodes = self.rank.cluster.gather(measured)
         self.clock.enter("other")
         self.rank.run.record_event(
@@ -140,7 +140,7 @@ class StepLog:
             print(f"warning: {where}{when} {failures}", flush=True)
 
     def warn_of_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn once if the run has learnt nothing from its first steps, and say where to look."""
+        """Warn once if no group of the run's first steps had unequal rewards, and print a hint."""
         config = self.rank.config
         differs = metrics["reward/std"] > 0
         if config.advantage in GROUP_ADVANTAGES:
@@ -154,7 +154,7 @@ class StepLog:
             )
 
     def warn_of_cut_responses(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn once if hardly a response of the first batch has ended, and say what ends one."""
+        """Warn once if hardly a response of the first batch has ended, and print the tokens that end one."""
         config, share = self.rank.config, metrics["response/cut"]
         if step == 1 and share >= CUT_SHARE:
             num_responses = config.groups_per_step * config.group_size
@@ -169,7 +169,7 @@ class StepLog:
 
 
 def print_time_shares(rank: Follower | Leader) -> None:
-    """Print on each leader the shares of time of trainer and workers, and on rank 0 the path of the records."""
+    """Print on each leader the time shares of trainer and workers, and on rank 0 the records' path."""
     if rank.cluster.is_leader:
         print(describe("trainer ", rank.clock.total))
         for worker, spent in rank.controller.journal.worker_time().items():

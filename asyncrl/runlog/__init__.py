@@ -1,1 +1,1 @@
-"""What a run writes: its directory, metrics, time ledger and batches. Runs everywhere."""
+"""The records of a run: its directory, metrics, time ledger and batches. Runs everywhere."""

@@ -54,7 +54,7 @@ def read_header(run: Path) -> dict:
 
 
 def nearest_run(path: Path) -> str:
-    """Return the end of an error about a run: if it is missing the run with the nearest name, else nothing."""
+    """Return the end of an error about a missing run: the run with the nearest name; else empty."""
     if (path / "run.json").exists():
         return ""
     folders = (path.parent, Path(Config.runs_dir))
@@ -93,7 +93,7 @@ def uncommitted_changes() -> str | None:
         return None
     parts = [changes] if changes else []
     for name in filter(None, new_files.split("\0")):
-        with contextlib.suppress(OSError):  # a link to nothing
+        with contextlib.suppress(OSError):  # a broken link
             lines = (ROOT / name).read_text("utf-8", "backslashreplace").splitlines()
             parts += difflib.unified_diff([], lines, "/dev/null", f"b/{name}", lineterm="")
     return "\n".join(parts)
@@ -117,7 +117,7 @@ def git(*args: str) -> str | None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of packages. A package that is not installed has none."""
+    """Return the versions of packages. A package that is not installed is left out."""
     installed = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

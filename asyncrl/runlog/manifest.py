@@ -38,13 +38,13 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The moment from which the records of a node continue."""
+    """The moment that the records of a node continue from."""
 
     step: int
     record_bytes: dict[str, int]
     """Length of each record file at the checkpoint, by its name in the run."""
     skipped: list[str]
-    """As in Checkpoint."""
+    """See Checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Checkpoint:
     run_id: str
     step: int
     frozen_sha256: str
-    """SHA-256 of the untrained base weights (LoRA, KL reference), which the checkpoint omits; empty without them."""
+    """SHA-256 of the untrained base weights (LoRA, KL reference) that the checkpoint omits; empty without them."""
     nodes: list[NodeFacts]
     held_back: list[int]
     """Versions from the announced one to the one before the trainer's, oldest first; empty without publish_delay. A
@@ -73,9 +73,9 @@ class Checkpoint:
         return self.nodes[node % len(self.nodes)].probe
 
     def resume_point(self, node: int, num_nodes: int) -> ResumePoint:
-        """Return the moment from which the records of one of `num_nodes` nodes continue.
+        """Return the moment that the records of one of `num_nodes` nodes continue from.
 
-        The first node also gets the records of absent nodes, which can come back in a later resume.
+        The first node also gets the records of absent nodes. They can come back in a later resume.
         """
         record_bytes = {}
         for facts in self.nodes:

@@ -68,7 +68,7 @@ class RecordFile:
         return True
 
     def truncate(self) -> None:
-        """Keep the file up to the byte at which the run continues, then write the buffered records.
+        """Keep the file up to the byte that the run continues from, then write the buffered records.
 
         If the file is shorter, its whole lines stay, and a warning is printed.
         """

@@ -1,7 +1,7 @@
 """The directory of a run: its header, metrics, events and some samples. A tracker can get the metrics, too.
 
 run.json        run id, command, config, git commit and uncommitted changes, package versions, hardware, resumes
-code/           copies of user code, which the run and its resumes load
+code/           copies of user code that the run and its resumes load
 metrics.jsonl   one line per step, flat names with a slash
 events.jsonl    spans and moments: trajectories, updates, steps, states of workers, deaths, how the run ended
 samples.jsonl   readable trajectories

@@ -41,7 +41,7 @@ def choose_samples(
 
 
 def readable_answer(answer: str) -> object:
-    """Return an answer for people. A row, which is a JSON object, is its own `answer` or its columns but the prompt."""
+    """Return an answer for people. That of a row, a JSON object, is its own `answer` or its columns but the prompt."""
     try:
         row = json.loads(answer)
     except ValueError:
@@ -55,7 +55,7 @@ def readable_answer(answer: str) -> object:
 def describe_trajectory(
     trajectory: Trajectory, answer: str, decode: Callable[[np.ndarray], str]
 ) -> dict:
-    """Return the texts `prompt` and `response`, the end and the reward, which is NaN for a failed one.
+    """Return the texts `prompt` and `response`, the end and the reward (NaN for a failed one).
 
     The right answer is there unless it is empty, and the list `branches` if an agent's trajectory has some. An
     environment of several turns also has `last_observation` and `turn_rewards`.

@@ -103,7 +103,7 @@ class TimeLedger:
 
 
 class Activity:
-    """State of a rollout worker, which the worker keeps.
+    """State of a rollout worker. The worker keeps it.
 
     A state is noted when it changes, and travels with the next message that is sent anyway.
     """

@@ -14,7 +14,7 @@ def estimate(config: Config, rewards: Tensor, group_ids: Tensor, staleness: Tens
     """Return the advantages [S] of responses with rewards [S] float64, group_ids [S] and staleness [S] int64.
 
     A function gets the arguments that it names. The staleness of a response is that of its oldest token.
-    Raises ValueError, in one line, for a missing function, for one that names other arguments or fails, and for
+    Raises ValueError, in one line, for a function that is missing, names other arguments or fails. Raises it too for
     advantages that are not finite, or too few or many.
     """
     function = user_code.load(config.advantage, "--advantage", ADVANTAGES)

@@ -1,7 +1,7 @@
 """Chooses the trainer's attention, and tells it which tokens of a packed row may see each other.
 
 On a GPU torch's `varlen_attn` or flash-attn takes the bounds of sequences. For torch's other attention transformers
-makes a causal mask with a new block wherever positions restart. So plain sequences need no mask of ours.
+makes a causal mask with a new block wherever positions restart. So plain sequences need no mask from this code.
 """
 
 from inspect import signature
@@ -18,7 +18,7 @@ from asyncrl.trainer.packing import MicroBatch
 BY_BOUNDS = ("varlen", "flash_attention_2")
 """Implementations that take the bounds of sequences. `varlen` is registered below."""
 _WITHIN_A_SEQUENCE = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-"""transformers' kinds of layers in which a sequence of a packed row sees no other sequence."""
+"""Kinds of layers in transformers that show a sequence of a packed row no other sequence."""
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "gpt_oss", "opt")
 """Models whose mask, as transformers 5.19 makes it for torch's attention, ignores that positions restart."""
 _WITHOUT_BOUNDS = ("nemotron",)

@@ -1,8 +1,8 @@
 """Checkpoints: shards to continue from, and weights for people (weight_files.py).
 
-`write_checkpoint` writes a checkpoint, and `restore_training_state` reads its shards. torch.distributed.checkpoint
-writes them as safetensors: they contain no pickle, and any number of ranks can read them. Each rank saves in a thread,
-from copies in host memory. A failure of one rank is a failure of all.
+`write_checkpoint` writes a checkpoint, and `restore_training_state` reads its shards. They are written by
+torch.distributed.checkpoint as safetensors. They contain no pickle, and any number of ranks can read them. Each rank
+saves in a thread, from copies in host memory. A failure of one rank is a failure of all.
 """
 
 import concurrent.futures
@@ -56,7 +56,7 @@ from asyncrl.trainer.weight_files import WeightWriter
 if TYPE_CHECKING:
     from asyncrl.trainer.policy import Policy
 
-# Rank 0 alone reads the shards to make weights for people. torch would warn of that at each checkpoint.
+# Only rank 0 reads the shards to make weights for people. torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 VALUES = "values"
@@ -113,9 +113,9 @@ def make_state_copier(device: torch.device) -> DefaultStager:
 
 
 class ShardWriter(dcp.HuggingFaceStorageWriter):
-    """Writes a rank's file by safetensors' `save_file`, which copies no tensor, so that the rank trains meanwhile.
+    """Writes a rank's file by safetensors' `save_file`. That copies no tensor, so the rank trains meanwhile.
 
-    torch's own writer copies each file into one bytes object, and keeps Python's lock for a second per GB. The format
+    The writer of torch copies each file into one bytes object, and keeps Python's lock for a second per GB. The format
     is the same.
     """
 
@@ -284,7 +284,7 @@ def write_checkpoint(
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all checkpoints except the last `keep_last`, but not those that have only weights.
+    """Delete all checkpoints except the last `keep_last`, but no checkpoint that has only weights.
 
     With 0 all weights are kept. Only the last KEPT_TO_RESUME checkpoints then keep what --resume needs.
     """
@@ -293,7 +293,7 @@ def prune(folder: Path, keep_last: int) -> None:
 
 
 def prune_weights(folder: Path, keep_last: int) -> None:
-    """Delete the checkpoints of only weights except the last `keep_last`; with 0 none. --resume needs the others."""
+    """Delete checkpoints of only weights except the last `keep_last`; 0 keeps all. --resume needs whole checkpoints."""
     only_weights = [
         path
         for path in folder.iterdir()
@@ -345,7 +345,7 @@ class CheckpointWriter:
     def _write_and_prune(self, state: dict[str, Tensor], leader_part: LeaderPart | None) -> None:
         started = time.monotonic()
         if self.device.type == "cuda":
-            # A thread begins on GPU 0, where the first call of torch.cuda would make a context.
+            # A thread begins on GPU 0. The first call of torch.cuda would make a context there.
             torch.cuda.set_device(self.device)
         write_checkpoint(self.path, state, leader_part, self.weights, self.group)
         with fail_together(self.group):

@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig
 from asyncrl.trainer.families import BFLOAT16_ON_CPU
 
 SMALLEST_MODEL = 10_000_000
-"""Parameters from which products of matrices take most of a step."""
+"""Parameters of the smallest model whose matrix products take most of a step."""
 MIN_GAIN = 1.2
-"""Speed of bfloat16 against float32 from which its rounding is worth it."""
+"""Smallest speed-up of bfloat16 over float32 that is worth its rounding."""
 NUM_TOKENS = 64
 DURATION_S = 0.05
 

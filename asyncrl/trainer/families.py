@@ -15,7 +15,7 @@ COMPARED = (
 )  # fmt: skip
 """Model types of config.json whose log-probs agree to 1e-5 nats in float32, before and after an update.
 
-tests/engine/test_family_logprobs.py compares each of them, and explains how to try another one.
+The test tests/engine/test_family_logprobs.py compares each of them, and explains how to try another one.
 """
 BFLOAT16_ON_CPU = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types whose CPU kernels in vLLM are for bfloat16 only: gated delta rules."""
@@ -43,8 +43,8 @@ def read_config(path: str) -> PreTrainedConfig:
 def longest_sequence(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence, tokens, that trainer and engine compute alike; None if there is no limit.
 
-    A model with `longrope` has other factors beyond its original context. transformers chooses them by the longest
-    sequence of a micro-batch, and vLLM by the longest sequence allowed.
+    A model with `longrope` has other factors beyond its original context. In transformers the longest sequence of a
+    micro-batch chooses them, and in vLLM the longest sequence allowed.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     parameters = getattr(config, "rope_parameters", None) or {}

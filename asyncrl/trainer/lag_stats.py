@@ -45,7 +45,7 @@ class TokenStats:
         """Add a micro-batch: its scores by the current policy, and the stats of its loss.
 
         The backward pass adds the slopes later. drift/k1 and drift/k3 estimate KL(behavior ‖ current) in nats. Their
-        samples are those of the behavior policy (Schulman, «Approximating KL divergence», 2020).
+        samples are of the behavior policy (Schulman, «Approximating KL divergence», 2020).
         """
         logprobs = scores.logprobs.detach()
         behavior_logprobs = batch.columns["behavior_logprobs"]
@@ -102,7 +102,7 @@ class TokenStats:
         """Return the means over all ranks, by name and by `name/lag_BUCKET` for buckets with tokens; collective.
 
         More names: `loss/ess` is the effective sample size of tokens, (Σw)² / (n·Σw²). Its weights w are the loss's
-        `weight`, or `ratio` if it reports none; it is absent if all are 0. `loss/slope` is the norm of the slopes.
+        `weight`, or `ratio` if it reports no weight. It is absent if all are 0. `loss/slope` is the norm of the slopes.
         `loss/ratio_q01`, `ratio_q99` and `ratio_max` are quantiles of the tokens' ratios. `loss/sequence_ess` is the
         effective sample size of the sequences' ratios. `tokens/trained` and `tokens/trained_lag_BUCKET` are sums.
         """

@@ -53,7 +53,7 @@ class TokenLogprobs(nn.Module):
         """transformers' name of the attention (asyncrl/trainer/attention.py)."""
         self.trains_entropy = trains_entropy
         self.layout: Layout = "one_row" if self.attention in BY_BOUNDS else "short_rows"
-        """How a micro-batch must be packed for this attention."""
+        """Layout of a micro-batch that this attention needs."""
         if mixes_sequences(model.config):
             self.layout = "row_each"
 
@@ -69,11 +69,11 @@ class TokenLogprobs(nn.Module):
     ) -> TokenScores:
         """Return the scores of the targets, [N] each, and log-probs of the tokens `top_ids` [N, K] in their places.
 
-        Tensors are those of MicroBatch. `attention_kwargs` tell which tokens see each other (attention_inputs).
+        MicroBatch describes the tensors. `attention_kwargs` tell which tokens see each other (attention_inputs).
 
-        The head runs on `chunk_rows` tokens at a time. Its peak, without the head's weight and gradient, is a multiple
-        of chunk_rows · vocabulary · 4 bytes, for any number of tokens. Here it is for 1,024 rows and a vocabulary of
-        151,936:
+        The head runs on `chunk_rows` tokens at a time. Its peak is a multiple of chunk_rows · vocabulary · 4 bytes, for
+        any number of tokens. The head's weight and gradient are not counted. Here it is for 1,024 rows and a vocabulary
+        of 151,936:
 
             case                         factor    GB
             plain                             3   1.9    logits, and their gradient in and out of the softmax
@@ -139,7 +139,7 @@ class TokenLogprobs(nn.Module):
             chances = logprobs.exp()
             return picked, -(chances * logprobs.masked_fill(chances == 0, 0.0)).sum(dim=-1), *top
         # The entropy comes last: the backward pass stops computing again before it. torch.special.entr would compute
-        # logarithms again, which are slow on a CPU. A token that the sampling excludes gives 0 * -inf.
+        # logarithms again, slowly on a CPU. A token that the sampling excludes gives 0 * -inf.
         with torch.no_grad():
             entropy = -logprobs.exp().mul_(logprobs).nansum(dim=-1)
         return picked, entropy, *top

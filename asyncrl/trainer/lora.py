@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W and a trained B·A of rank r beside it.
 
 A layer computes W·x + (alpha / r)·B·(A·x). A starts random and B at zero, so training begins at the base model. The
-factor is always 2, as alpha is 2·r. All linear layers of the decoder blocks are adapted. Embedding, head and fused
+factor is always 2, because alpha is 2·r. All linear layers of the decoder blocks are adapted. Embedding, head and fused
 experts are not. Engines get W + 2·B·A under the name of W, and see no difference.
 
 The library `peft` has this layer too, but needs `accelerate`. Adapters are written in peft's format.

@@ -39,8 +39,8 @@ difference of engine and trainer at one version."""
 def choose_loss(config: Config) -> Callable:
     """Return the loss of a run with its arguments bound.
 
-    Raises ValueError, in one line, for a missing loss, for an object that is no function, and for a wrong argument.
-    Raises it too for a loss that needs one advantage per sequence, if the estimator gives one per token.
+    Raises ValueError, in one line, for a missing loss, an object that is no function, or a wrong argument. Raises it
+    too for a loss that needs one advantage per sequence, if the estimator gives one per token.
     """
     if config.algo in NAMES_ELSEWHERE:
         raise ValueError(
@@ -81,14 +81,13 @@ def describe(algo: str) -> str:
 
 
 def try_loss(loss: Callable, num_top: int = 0, is_centered: bool = False) -> None:
-    """Compute a loss on six tokens of a good and a bad sequence: stale ones, then those of _MUST_TRAIN.
+    """Compute a loss on six tokens of a good and a bad sequence: stale tokens, then the tokens of _MUST_TRAIN.
 
     The tokens have the `num_top` likeliest tokens of --top-logprobs. If the loss `is_centered`, compute its centering
     term, too.
 
-    Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for a stat whose name is that
-    of another metric, and for tokens of _MUST_TRAIN without a gradient, or with one that is not finite. Passes on
-    errors of the loss.
+    Raises TypeError unless it returns a loss and stats for each token. Raises ValueError for a stat with the name of
+    another metric. Raises it too for tokens of _MUST_TRAIN without a finite gradient. Passes on errors of the loss.
     """
     logprobs = torch.linspace(-2, -0.1, 6).requires_grad_()
     output = _call(loss, _six_tokens(logprobs, 0.1, num_top))

@@ -1,7 +1,8 @@
 """The trainer's model: every rank builds it empty and shards it (FSDP2), then rank 0 sends the weights.
 
-Trained weights are float32 masters. --dtype is the dtype of computing: bfloat16 on a GPU (FSDP2's mixed precision, with
-float32 gradient reduction) and float32 on a CPU by default. Frozen weights beside adapters are kept in that dtype.
+Trained weights are float32 masters. The dtype of computing is --dtype. By default it is bfloat16 on a GPU (FSDP2's
+mixed precision, with float32 gradient reduction) and float32 on a CPU. Frozen weights beside adapters are kept in that
+dtype.
 """
 
 import itertools
@@ -46,7 +47,7 @@ _VARYING = (
     r"L\['(attention_mask|position_ids|kwargs)'\](?!\.BLOCK_SIZE)",
     r"L\['(hidden|targets)'\]:0",
 )
-"""Arguments whose sizes change between micro-batches, in torch's notation: those of layers and of score_rows.
+"""Arguments whose sizes change between micro-batches, in torch's notation: arguments of layers and of score_rows.
 FlexAttention's block size is constant and is left out."""
 _LAYER = re.compile(r"(?:.*?\.\d+\.)?")
 """Matches the layer in a weight's name; empty outside of layers."""
@@ -54,14 +55,14 @@ transformers_logging.disable_progress_bar()  # loading and saving would draw ove
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype in which the model computes and its weights are sent."""
+    """Return the dtype of the model's computing and of the weights that are sent."""
     return getattr(torch, config.dtype_on(device.type))
 
 
 def load_model(
     config: Config, path: str, mesh: DeviceMesh, device: torch.device, *, is_trained: bool = True
 ) -> TokenLogprobs:
-    """Build an empty sharded model on every rank, then fill it from rank 0, which reads the files.
+    """Build an empty sharded model on every rank, then fill it from rank 0. Only rank 0 reads the files.
 
     Frozen weights (a reference, or the base of adapters) are kept in the dtype of computing.
     """
@@ -145,9 +146,9 @@ class WholeWeights:
     ) -> Weights:
         """Yield (Hugging Face name, full tensor in `dtype`), one at a time and in a fixed order; collective.
 
-        Tied weights come once. A weight is cast, then gathered on `device`; on `meta` nothing is gathered, and the call
-        is not collective. Adapters are merged into their weights in float32. Persistent buffers come last, in their own
-        dtype. Copy each tensor before taking the next: on one rank it is the live weight.
+        Tied weights come once. A weight is cast, then gathered on `device`; on `meta` no weight is gathered, and the
+        call is not collective. Adapters are merged into their weights in float32. Persistent buffers come last, in
+        their own dtype. Copy each tensor before taking the next: on one rank it is the live weight.
         """
         device = device or self.device
         model = self.module.model
@@ -172,8 +173,8 @@ class WholeWeights:
 def as_in_files(model: PreTrainedModel, named: Weights) -> Weights:
     """Yield full weights with the names and shapes of a checkpoint's files, one layer after the other.
 
-    transformers changes some weights while it reads them: it fuses the experts of a layer, for example. vLLM takes them
-    as they are in the files.
+    Some weights change when transformers reads them: it fuses the experts of a layer, for example. The engine takes
+    them as they are in the files.
     """
     if not get_model_conversion_mapping(model, add_legacy=False):
         yield from named
@@ -187,7 +188,7 @@ def _fill_from_rank_0(
 ) -> None:
     """Read a checkpoint on rank 0, and give every rank its shard of the weights and all buffers.
 
-    `adapters` are full new weights by name; a base model's checkpoint has none.
+    `adapters` are full new weights by name; a base model's checkpoint has no adapters.
     """
     is_reader = dist.get_rank() == 0
     full = _read_model(path, dtype) if is_reader else None
@@ -265,9 +266,9 @@ def compile_layers(layers: list[nn.Module]) -> None:
 def compiled(function: Callable) -> Callable:
     """Return a function of a layer or of the head, compiled once for micro-batches of all sizes.
 
-    The sizes of _VARYING are symbols from the first micro-batch on; all other numbers are constants. torch's
-    `dynamic=True` does worse below FSDP: FlexAttention refuses its symbol for the size of a head, and each epsilon
-    costs a conversion on the host.
+    The sizes of _VARYING are symbols from the first micro-batch on; all other numbers are constants. Below FSDP,
+    torch's `dynamic=True` does worse: FlexAttention refuses its symbol for the size of a head, and each epsilon costs a
+    conversion on the host.
     """
     torch.compiler.config.dynamic_sources = ", ".join(_VARYING)
     torch._dynamo.config.specialize_float = True

@@ -34,7 +34,7 @@ def new_folder(path: Path | str, group: dist.ProcessGroup | None = None) -> Iter
     """Give the ranks of a group a new folder to write to; collective. Only rank 0 needs its path.
 
     The folder is `path`.tmp until the end of the block. Then it is flushed to the disk and gets its name. If a rank
-    fails, all raise OSError, in one line, and nothing is left.
+    fails, all raise OSError, in one line, and no file is left.
     """
     folder = Path(f"{path}.tmp")
     is_first = dist.get_rank() == 0

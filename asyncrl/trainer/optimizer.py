@@ -45,7 +45,7 @@ def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
 
-# Fused kernels make no temporaries of the weights' size. Other optimizers have none for sharded tensors.
+# Fused kernels make no temporaries of the weights' size. Other optimizers have no fused kernels for sharded tensors.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
     "adam": partial(torch.optim.Adam, fused=True),
@@ -169,7 +169,7 @@ def make_optimizer(config: Config, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def step_and_count_changes(optimizer: Optimizer, parameters: list[Tensor]) -> Tensor:
-    """Make an update. Of the compared weights, return how many it changes in bfloat16 and how many not, [2] float64."""
+    """Make an update. Return how many compared weights it changes in bfloat16, and how many not, [2] float64."""
     before = _compared_weights(parameters)
     optimizer.step()
     is_changed = _compared_weights(parameters) != before
@@ -254,7 +254,7 @@ class OptimizerState:
         for number, (group, first) in enumerate(
             zip(self.optimizer.param_groups, self._initial_options, strict=True)
         ):
-            # The trainer sets `lr` at each update. A value that no update changes is an option: a resume can change it.
+            # The trainer sets `lr` at each update. Values that updates keep are options: a resume can change them.
             owners[f"group_{number}"] = {
                 key: value
                 for key, value in group.items()

@@ -3,7 +3,7 @@
 The completions of an episode make a trajectory, in one or more segments. A segment becomes a TrainSequence. A bundle is
 a sequence, or several with a shared prefix. Bundles fill a micro-batch, and micro-batches make a
 minibatch. Each epoch makes one optimizer update of each minibatch.
-asyncrl/records.py lists the calls from the buffer to the loss.
+The calls from the buffer to the loss are in asyncrl/records.py.
 """
 
 import math
@@ -41,7 +41,7 @@ class TrainSequence(TokenColumns):
     oldest_version: int | None = None
     """Oldest version in its trajectory, steps; None on later segments, because a trajectory counts once."""
     experts: np.ndarray | None = None
-    """As in Trajectory."""
+    """See Trajectory."""
     trained_in_trajectory: int | None = None
     """Trained tokens of all segments of its trajectory; None if the sequence is the whole trajectory."""
 
@@ -85,7 +85,7 @@ RankShare = list[list[list[Bundle]]]
 """A rank's share of a step: [minibatch][micro-batch] → bundles. Each epoch makes an update of each minibatch."""
 _TWO_PADS = np.zeros(2, dtype=np.int64)
 _NOTHING_TO_TRAIN = TrainSequence.to_score(_TWO_PADS, _TWO_PADS > 0)
-"""Dummy for a rank without data, which must still join FSDP's collectives. One token would need another kernel."""
+"""Dummy for a rank without data. The rank must still join FSDP's collectives. One token would need another kernel."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MicroBatch:
     bounds: Tensor | None
     """[sequences + 1] int32, each sequence's first column, and L; None for several rows and shared prefixes."""
     longest: int
-    """Tokens of the longest bundle, which is a sequence if there are bounds."""
+    """Tokens of the longest bundle. With bounds that is a sequence."""
     sources: Tensor
     """[N] int64, flat index in R·L of the token whose hidden state predicts the trained token."""
     targets: Tensor
@@ -166,11 +166,11 @@ def with_equal_counts(share: RankShare) -> RankShare:
 def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> MicroBatch:
     """Pack bundles into rows. Lags are counted from `policy_version`, the policy's at the step's start.
 
-    Without `policy_version` the lags mean nothing: such tokens are scored, not trained on.
+    Without `policy_version` the lags have no meaning: such tokens are scored, not trained on.
 
     `one_row` suits attention kernels that skip masked tokens; with shared prefixes its length is a multiple of
     ATTENTION_BLOCK. Other kernels pay for the square of a row, so `short_rows` cost less. `row_each` suits recurrent
-    layers, which know no bounds. Without bundles a dummy is packed, and N = 0.
+    layers. They know no bounds. Without bundles a dummy is packed, and N = 0.
     """
     bundles = bundles or [_NOTHING_TO_TRAIN]
     bundle_lengths = [bundle.num_tokens for bundle in bundles]
@@ -210,7 +210,7 @@ def pack(bundles: list[Bundle], layout: Layout, policy_version: int = 0) -> Micr
 
 
 def _place_bundles(bundle_lengths: list[int], width: int, layout: Layout) -> tuple[int, list[int]]:
-    """Return the number of rows of `width` tokens, and the flat index at which each bundle begins."""
+    """Return the number of rows of `width` tokens, and the flat index of each bundle's start."""
     rows = [[index] for index in range(len(bundle_lengths))]
     if layout != "row_each":
         rows = first_fit_decreasing(bundle_lengths, width)

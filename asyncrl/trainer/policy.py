@@ -60,7 +60,7 @@ class NotFinite(RuntimeError):
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return the metrics of a GPU's memory; none of the CPU's."""
+    """Return the metrics of a GPU's memory; empty on a CPU."""
     if device.type == "cpu":
         return {}
     return {
@@ -104,13 +104,13 @@ class Policy(WholeWeights):
         """Make a step's optimizer updates on this rank's share, [minibatch][micro-batch] → bundles; collective.
 
         `policy_version` is the version of the weights now. Each epoch makes an update of each minibatch; after the
-        first epoch, seed, version and epoch draw their order. Proximal log-probs and values are those of the weights
-        before the first update.
+        first epoch, seed, version and epoch draw their order. Proximal log-probs and values are by the weights before
+        the first update.
 
         Returns metrics by their names in the log, equal on all ranks but for this rank's memory. `loss/total`,
-        `grad_norm` (before clipping) and `changed_weights` (share of weights that an update changes in bfloat16) are
-        means over the updates. `loss/lr` is that of the last update. staleness_metrics, TokenStats, the plugins and
-        estimate_step (with a value head) add the rest.
+        `grad_norm` (before clipping) and `changed_weights` are means over the updates. `changed_weights` is the share
+        of weights that an update changes in bfloat16. `loss/lr` is that of the last update. The rest is from
+        staleness_metrics, TokenStats, the plugins and estimate_step (with a value head).
         Raises NotFinite for a non-finite loss or gradient. Raises RuntimeError for an update without a trained token,
         and for a token of a newer version than `policy_version`.
         """
@@ -176,7 +176,7 @@ class Policy(WholeWeights):
         logprobs = [
             self.forward(self.module, microbatch, raw).logprobs.cpu() for microbatch in packed
         ]
-        free_gathered_weights(self.module)  # FSDP keeps them for a backward pass, and there is none
+        free_gathered_weights(self.module)  # FSDP keeps them for a backward pass
         return logprobs[: len(microbatches)]
 
     def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:
@@ -202,7 +202,7 @@ class Policy(WholeWeights):
         config = self.config
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.min_p)
         sampling = Sampling() if raw else sampling
-        # Only a pass with gradient has a use for the likeliest tokens.
+        # Only a pass with gradient uses the likeliest tokens.
         reads_top = config.centering and torch.is_grad_enabled()
 
         def score(
@@ -222,7 +222,7 @@ class Policy(WholeWeights):
 
         for plugin in self.plugins:
             score = functools.partial(plugin.forward, score)
-        return score(module, microbatch, attention_kwargs=None)  # None: those of the micro-batch
+        return score(module, microbatch, attention_kwargs=None)  # None: the micro-batch's
 
     def _make_update(
         self,
@@ -376,8 +376,8 @@ def _loss_inputs(microbatch: MicroBatch, logprobs: Tensor, progress: float) -> L
     behavior_logprobs = microbatch.columns["behavior_logprobs"]
     proximal_logprobs = microbatch.columns.get("proximal_logprobs")
     if proximal_logprobs is None:
-        # Before the first update of a step the proximal policy is the current one, so this is exact. Later it is
-        # an approximation (algos/proximal.py).
+        # This is exact before a step's first update: the proximal policy is the current one. Later it is approximate
+        # (algos/proximal.py).
         proximal_logprobs = loglinear(logprobs, behavior_logprobs, microbatch.lags, progress)
     return LossInputs(
         logprobs=logprobs,

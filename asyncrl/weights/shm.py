@@ -1,7 +1,7 @@
 """Weights through two buffers of host memory, for CPU workers, and by option for any worker.
 
-memfd_create makes the buffers, so the kernel frees them with the trainer's last process. With a GPU their pages are
-locked. Otherwise each copy would go through a small buffer of CUDA.
+The buffers are made by memfd_create, so the kernel frees them with the trainer's last process. With a GPU their pages
+are locked. Otherwise each copy would go through a small buffer of CUDA.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def lock_pages(memory: torch.Tensor) -> None:
             flush=True,
         )
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # raises the error again, which clears it
+            torch.zeros(1, device="cuda")  # raises the error again, and so clears it
 
 
 class SharedBuffer:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 CONFIG_FILES = ("generation_config.json", "config.json")
 TEMPLATE = "chat template"
-# Texts of messages, which do not occur elsewhere in a template's text.
+# Texts of messages that do not occur elsewhere in a template's text.
 ASKED, SAID, CALLED, ASKED_AGAIN = "what-is-asked", "what-is-said", "what-is-called", "asked-again"
 
 
 def stop_token_ids(model_path: str, tokenizer) -> list[int]:
     """Return the ids of the tokens that end a response, in order.
 
-    They are the tokenizer's end of sequence, `eos_token_id` of generation_config.json and config.json, and the ends of
-    messages of the chat template. Ids beyond the model's vocabulary are left out, because they are never sampled.
-    Raises ValueError if no token is found.
+    They are the tokenizer's end of sequence, `eos_token_id` of CONFIG_FILES, and the ends of the chat template's
+    messages. Ids beyond the model's vocabulary are left out, because they are never sampled. Raises ValueError if no
+    token is found.
     """
     from transformers import AutoConfig
 
@@ -63,7 +63,7 @@ def _sources(model_path: str, tokenizer) -> dict[int, list[str]]:
 
 
 def _configured(path: Path) -> set[int]:
-    """Return `eos_token_id` of a file: one, several or none."""
+    """Return `eos_token_id` of a file, one or several; empty without one."""
     if not path.exists():
         return set()
     configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
@@ -73,9 +73,9 @@ def _configured(path: Path) -> set[int]:
 def _message_ends(tokenizer) -> set[int]:
     """Return the tokens that end an assistant's message in the chat template: a text, and a call of a tool.
 
-    The message is the last: gpt-oss ends other messages by <|end|>, which also ends its thoughts. If a template does
-    not end its last message, another message follows it. After a text the first token counts: Phi-3 has <|endoftext|>
-    after <|end|>. After a call the last one counts, because the call itself has tokens.
+    The message is the last: gpt-oss ends other messages by <|end|>, and also its thoughts. If a template does not end
+    its last message, another message follows it. After a text the first token counts: Phi-3 has <|endoftext|> after
+    <|end|>. After a call the last one counts, because the call itself has tokens.
     """
     user = {"role": "user", "content": ASKED}
     text = {"role": "assistant", "content": SAID}

@@ -94,7 +94,7 @@ class Announcement:
     probe: TokenSequences
     """Token ids of sequences that an engine scores with these weights."""
     evaluate: bool
-    """Whether an evaluation follows."""
+    """True if an evaluation follows."""
     made_at: float = field(default_factory=time.monotonic)
     """Time of the announcement, monotonic seconds."""
 
@@ -106,13 +106,13 @@ class Transport:
     """
 
     keeps_readable = True
-    """Whether a worker that starts can read the announced weights until newer ones are announced."""
+    """True if a worker that starts can read the announced weights until newer ones are announced."""
 
     def __init__(self, specs: Sequence[ParameterSpec] = ()):
         self.specs = specs
         self.readers: collections.Counter[int] = collections.Counter()
         self.readable_buffer = -1
-        """Buffer of the announced weights, which a worker can begin to read. −1: none."""
+        """Buffer of the announced weights that a worker can begin to read; −1 without one."""
 
     def init_info(self, worker: int = 0) -> dict:
         """Return vLLM's init info for a worker's engine."""
@@ -200,7 +200,7 @@ class BufferedTransport(Transport):
 
 
 def gather_only(parameters: Weights) -> None:
-    """Take each parameter, and keep none. Other ranks copy them, and gathering is collective."""
+    """Take each parameter without keeping it. Other ranks copy them, and gathering is collective."""
     collections.deque(parameters, maxlen=0)
 
 
