@@ -201,9 +201,9 @@ def _head_item(config: Config, shape: ModelShape, tokens: int) -> Item:
 def ways_to_fit(config: Config) -> list[Config]:
     """Return the options, or if --save-memory is auto the options with all combinations of savings, cheapest first.
 
-    Savings are in the order of their cost. The cheapest gathers layers in each micro-batch. The next one gathers
-    embedding and head, too. Then come smaller micro-batches, and weights staged in host memory if --weight-sync is
-    auto. Recomputation is next, and the optimizer in host memory is last.
+    The cheapest saving gathers layers in each micro-batch. The next one gathers embedding and head, too. Then come
+    smaller micro-batches, and weights staged in host memory if --weight-sync is auto. Recomputation is next, and the
+    optimizer in host memory is last.
     """
     if "auto" not in config.save_memory:
         return [config]

@@ -49,7 +49,7 @@ def options_of(config: Config) -> list[str]:
 
 
 def save_s(config: Config, num_parameters: int) -> float:
-    """Return about the seconds that writing a checkpoint takes."""
+    """Return the approximate seconds that writing a checkpoint takes."""
     return sum(checkpoint_bytes(config, num_parameters, "cuda")) / DISK_BYTES_PER_S
 
 

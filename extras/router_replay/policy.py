@@ -9,8 +9,8 @@ normalises over the chosen ones, expert i has the weight
 So the gradient flows through the softmax into the router, and into no choice. A frozen reference replays too: its KL
 then compares weights and not choices.
 
-Tokens without experts of the engine are not replayed. This is true of padding and of the last token of a sequence,
-because that predicts no token. It is also true of the probe and other tokens that are scored without training.
+Tokens without experts of the engine are not replayed: padding, and the last token of a sequence, because it predicts no
+token. This includes tokens that are scored without training, as by the probe.
 """
 
 import re

@@ -40,7 +40,7 @@ TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 class Part(NamedTuple):
-    """The limits of a part: seconds, and a number of GPUs."""
+    """The limits of a part."""
 
     limit_s: float
     num_gpus: int
