@@ -1,1 +1,1 @@
-"""Optional systems: a folder or file each, which may be deleted."""
+"""Optional systems: a folder or file each. Any of them can be deleted."""

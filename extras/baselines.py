@@ -1,7 +1,7 @@
-"""What the papers compare with: `--scheduling batch`, `--scheduling lockstep` and `--no-replicate-prompts`.
+"""The baselines of the papers: `--scheduling batch`, `--scheduling lockstep` and `--no-replicate-prompts`.
 
 `batch` splits groups over the workers in advance, in rounds: all responses are waited for, then all are rewarded.
-`lockstep` is queue scheduling in which all environments take a turn before any takes the next. Without replicated
+`lockstep` is queue scheduling, but all environments take a turn before any takes the next. Without replicated
 prompts a group is one request of group_size responses on one worker.
 
 A barrier holds trajectories back until every running trajectory, on all workers, has come to it.
@@ -89,7 +89,7 @@ class Proceed:
 
 
 class BaselineTickets(TicketSource):
-    """Tickets of which each asks for a whole group, unless prompts are replicated."""
+    """Tickets that ask for a whole group each, unless prompts are replicated."""
 
     def for_group(self, group_id: int, problem_index: int, min_version: int) -> list[Ticket]:
         """Make the tickets of a new group."""
@@ -156,7 +156,7 @@ class BaselineDispatcher(Dispatcher):
         return self._has_rounds and (self._queues_training() or bool(self._running_tickets()))
 
     def _queues_training(self) -> bool:
-        """Whether a ticket of a training group waits for a worker."""
+        """Return whether a ticket of a training group waits for a worker."""
         return any(not ticket.is_evaluation for ticket in self.queue)
 
     def _running_tickets(self) -> set[int]:
@@ -181,7 +181,7 @@ class BaselineEpisode(Episode):
     """Awaited where the scheduling has its barrier."""
 
     async def act(self, max_tokens: int) -> Completion:
-        """Let the policy take one turn; evaluation waits for nobody."""
+        """Let the policy take one turn. Evaluation does not wait at the barrier."""
         scheduling = "queue" if self.ticket.is_evaluation else self.config.scheduling
         if scheduling == "lockstep":
             await self.wait_at_barrier()
@@ -209,7 +209,7 @@ class BaselineWorker(RolloutWorker):
             await super().act(message)
 
     def make_episodes(self, ticket: Ticket) -> list[Episode]:
-        """Make the trajectories of a ticket: one, or those of a whole group."""
+        """Make the trajectories of a ticket: one, or a whole group."""
         generates = [self.proxy.generate]
         if ticket.num_members > 1:
             generates = share_request(self.proxy, ticket)
@@ -273,7 +273,7 @@ async def generate_group(
 
 
 class BaselinePlugin(Plugin):
-    """What --scheduling and --no-replicate-prompts change."""
+    """The changes of --scheduling and --no-replicate-prompts."""
 
     rules = RULES
     controller = BaselineController

@@ -1,4 +1,4 @@
-"""A conversation of several turns as tokens, in which what the policy wrote is never tokenised again.
+"""A conversation of several turns as tokens. The policy's own tokens are never tokenised again.
 
 A trajectory's tokens are `first(observation)`, the policy's own tokens, `reply(observation, ended)`, the policy's own
 tokens, and so on. A reply is what the chat template puts between one assistant message and the next. It must not depend
@@ -86,7 +86,7 @@ class Conversation:
         self._closing = next((i for i, token in enumerate(tail, start=1) if token in special), 0)
 
     def _is_fixed(self) -> bool:
-        """Whether replies are closed by a special token and depend on nothing but the observation."""
+        """Return whether a special token closes replies and they depend only on the observation."""
         reply = tuple(self.reply(USER, ended=False))
         other_reply = tuple(self.reply(OTHER, ended=False))
         longer = self._encode(OTHER, OTHER, USER, ASSISTANT, USER)

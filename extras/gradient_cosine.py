@@ -1,7 +1,7 @@
 """The cosine of each update's gradient and the one before: `--gradient-cosine`.
 
-Where it stays above 0, updates repeat a direction. arXiv 2607.01083 sees this before stale training collapses, and
-values near 0 where it is stable. Gradients are those before clipping. A copy of a rank's gradient is kept, 4 bytes per
+If it stays above 0, updates repeat a direction. In arXiv 2607.01083 this precedes a collapse of stale training. Stable
+training has values near 0. Gradients are taken before clipping. A copy of a rank's gradient is kept, 4 bytes per
 trained weight of its shard. No checkpoint has the copy, so the first update of a run or a resume has no cosine.
 """
 
@@ -61,7 +61,7 @@ def _dot(gradient: "list[Tensor]", other: "list[Tensor]") -> "Tensor":
 
 
 class GradientCosinePlugin(Plugin):
-    """What --gradient-cosine changes."""
+    """The changes of --gradient-cosine."""
 
     def make_policy_plugin(self, policy: "Policy") -> GradientCosine:
         """Return the comparison of a policy's gradients."""

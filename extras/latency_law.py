@@ -1,7 +1,7 @@
 """The law of a simulated environment's latency, and how often a step fails: `normal:10,5 fail:0.01 scale:0.01`.
 
-The law is in seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA` or `constant:S`, `fail:P` for the share of steps that
-hang or crash, and `scale:F` for a factor on the seconds. scripts/latency.py delays real environments by it, and
+The law is in seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA` or `constant:S`. `fail:P` is the share of steps that hang
+or crash. `scale:F` is a factor on the seconds. Real environments are delayed by it in scripts/latency.py, and
 extras/simulation computes with it.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Delay:
-    """What one simulated step costs."""
+    """The cost of one simulated step."""
 
     seconds: float
     failure: Literal["hang", "crash"] | None
@@ -29,11 +29,11 @@ LAWS_HINT = (
 
 @dataclass(frozen=True)
 class LatencyLaw:
-    """How long a simulated step of an environment takes, and how often it fails."""
+    """The time of a simulated step of an environment, and its rate of failures."""
 
     kind: Literal["constant", "normal", "lognormal"]
     numbers: tuple[float, ...]
-    """Seconds (constant), their mean and standard deviation (normal), or those of ln(seconds) (lognormal)."""
+    """Seconds (constant), or mean and standard deviation of seconds (normal) or of ln(seconds) (lognormal)."""
     failure_rate: float = 0.0
     """Share of steps that fail; half of these hang, half crash."""
     scale: float = 1.0
@@ -41,7 +41,7 @@ class LatencyLaw:
 
     @classmethod
     def parse(cls, text: str) -> "LatencyLaw":
-        """Read `normal:10,5`, `fail:0.01`, or both with a space between; seconds are 0 where only `fail` is given.
+        """Read `normal:10,5`, `fail:0.01`, or both with a space between. With only `fail` the seconds are 0.
 
         Raises ValueError for anything else.
         """
@@ -68,7 +68,7 @@ class LatencyLaw:
 
 
 def _read_numbers(name: str, values: str) -> tuple[float, ...]:
-    """Return the numbers of a law; none if they are not those that it takes."""
+    """Return the numbers of a law; empty if the law does not take such numbers."""
     try:
         numbers = tuple(float(value) for value in values.split(","))
     except ValueError:

@@ -1,16 +1,16 @@
-"""A scaled loss for `--dtype float16`, whose gradients would round to zero, and whose updates may overflow.
+"""A scaled loss for `--dtype float16`. Its gradients would round to zero, and its updates can overflow.
 
-float16 has 11 significant bits where bfloat16 has 8, so trainer and engine round an eighth as much. But it has no
-numbers below 6e-8 and none above 65,504. As in «Mixed Precision Training», Micikevicius et al., arXiv 1710.03740,
-section 3.2, slopes are multiplied by a scale where they enter what computes in float16, and float32 gradients are
-divided by it. Where one is infinite, on any rank, the update is skipped and the scale is halved. After
-UPDATES_TO_DOUBLE updates without that it is doubled.
+float16 has 11 significant bits and bfloat16 has 8. So trainer and engine round an eighth as much. But float16 has no
+numbers below 6e-8 or above 65,504. The source is «Mixed Precision Training», Micikevicius et al., arXiv 1710.03740,
+section 3.2. Slopes are multiplied by a scale when they enter the computation in float16. Gradients in float32 are
+divided by it. If a gradient is infinite on any rank, the update is skipped and the scale is halved. After
+UPDATES_TO_DOUBLE updates without an infinite gradient it is doubled.
 
-A skipped update changes no weight, optimizer state or warm-up. Its step makes a version as any other, and if the step
-has no other update the weights of that version are those of the one before.
+A skipped update changes no weight, optimizer state or warm-up. Its step makes a version like any other step. If the
+step has no other update, that version has the weights of the version before.
 
-Differs from torch.amp.GradScaler: the loss itself is not scaled, so what listens to its slopes needs to know of no
-scale; and the norm of the gradient, over all ranks, says whether it is finite.
+Differs from torch.amp.GradScaler: the loss itself is not scaled, so code that reads its slopes needs no scale. The norm
+of the gradient, over all ranks, shows whether it is finite.
 """
 
 import math
@@ -99,7 +99,7 @@ class ScaledLoss(PolicyPlugin):
 
 
 class Float16Plugin(Plugin):
-    """What --dtype float16 changes."""
+    """The changes of --dtype float16."""
 
     rules = RULES
 

@@ -1,8 +1,8 @@
 """End a node within seconds of another's end, whatever it is doing then.
 
-Each two leaders have a connection. It carries one message, at the end: an empty one for a good end, or the reason of a
-bad one. If a node is killed, its kernel closes the connection. Without this, the others would notice at their next
-collective. In a collective of NCCL they would notice only after its timeout.
+Each two leaders have a connection. It carries one message, at the end. An empty message is a good end, and another one
+is the reason of a bad end. If a node is killed, its kernel closes the connection. Without this, other nodes would
+notice at their next collective. In a collective of NCCL they would notice only after its timeout.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ MESSAGE_BYTES = 1024
 FINISH_TIMEOUT_S = 60.0
 REPORT_TIMEOUT = datetime.timedelta(seconds=5)
 NOTICE_S = 2.0
-"""Time in which a leader whose collective failed learns that a node has ended, which then is the reason."""
+"""Seconds that a leader whose collective failed waits for the end of a node. That end is then the reason."""
 GRACE_S = 30.0
 """Time for an orderly end, before the process ends at once; its workers and their engines then end by themselves."""
 
 
 class LeaderWatch(NodeWatch):
-    """One thread per other node on leaders. It does nothing on other ranks."""
+    """One thread per other node on leaders. Other ranks have no thread."""
 
     def __init__(self, cluster: Cluster, dump_stacks: Callable[[], str]):
         """Connect the leaders and start to watch; collective.
@@ -60,7 +60,7 @@ class LeaderWatch(NodeWatch):
             thread.start()
 
     def finish(self) -> None:
-        """Wait for the good end of the others, after that of this node. Raises RuntimeError if it takes too long."""
+        """Wait for the good end of other nodes, after that of this node. Raises RuntimeError if it takes too long."""
         self._report("")
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         for thread in self._threads:
@@ -71,7 +71,7 @@ class LeaderWatch(NodeWatch):
                 )
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the cause of this node's end: the earlier end of another, or `error`, which is reported to others.
+        """Return the cause of this node's end: the earlier end of another, or `error`. Other nodes get a report.
 
         No signal comes from here any more.
         """
@@ -111,7 +111,7 @@ class LeaderWatch(NodeWatch):
             self._end(f"{self.cluster.name(node)} ended: {reason}", lost=False)
 
     def _end(self, reason: str, lost: bool) -> None:
-        """End this process: its main thread by a signal, or all of it if that thread is deep in a collective."""
+        """End this process: its main thread by a signal, or everything if that thread is deep in a collective."""
         with self._lock:
             if self.reason is not None:
                 return

@@ -1,7 +1,7 @@
-"""Batches on disk, as they were consumed: all of a run with `--record`, or the one on which a run has failed.
+"""Batches on disk, as they were consumed: all of a run with `--record`, or the batch of a failed step.
 
-One file per step, batches/step_000001.msgpack in the run directory: the groups in the order in which they were trained
-on, as asyncrl/runlog/plain.py writes records. Nothing is rounded: what is read is what was written, bit by bit.
+A step has one file, batches/step_000001.msgpack in the run directory. It has the groups in the order of training, and
+asyncrl/runlog/plain.py writes the records. A batch is read as it was written, bit by bit.
 """
 
 import itertools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """What one step was trained on, in this order."""
+    """The batch that one step was trained on, in this order."""
 
     step: int
     groups: list[Group]
@@ -46,7 +46,7 @@ def write_batch(path: Path, step: int, groups: list[Group]) -> None:
 def read_batch(path: Path, step: int) -> list[Group]:
     """The groups of a step's batch, as they were consumed.
 
-    Raises ValueError, in one line, for a file that is broken, of another step, or of another version of this code.
+    Raises ValueError, in one line, for a broken file, and for one of another step or another version of this code.
     """
     try:
         batch = decode(RecordedBatch, path.read_bytes())
@@ -62,7 +62,7 @@ def read_batch(path: Path, step: int) -> list[Group]:
 
 
 def _write_recording(path: Path, step: int, groups: list[Group]) -> None:
-    """Make a recording, as of a run with --record, of one step whose weights are in `path`/weights, below the run."""
+    """Make a recording of one step, as --record does. Its weights are in `path`/weights, below the run."""
     write_batch(batch_path(path, step), step, groups)
     weights = str(path / "weights")
     header = read_header(path.parent)
@@ -93,7 +93,7 @@ class RecordingPlugin(Plugin):
         step: int,
         groups: list[Group] | None,
     ) -> str:
-        """Keep the batch on which a step failed, and the weights before its last update; collective.
+        """Keep the batch of a failed step, and the weights before its last update; collective.
 
         Leaders have the `groups` of their node. Return the end of the error, on rank 0.
         """

@@ -28,7 +28,7 @@ def redistribute(states: list[ControllerState], num_nodes: int) -> list[Controll
 
 
 def _merge(states: list[ControllerState]) -> ControllerState:
-    """Return the state of a run of one node, which has what all nodes have, without resident groups."""
+    """Return the state of a run of one node. It joins the states of all nodes, without resident groups."""
     frontier = max(state.tickets.next_problem for state in states)
     put_back, ledger = [], Ledger()
     for state in states:

@@ -32,7 +32,7 @@ RULES: list[Rule] = [
 
 
 class TrackerPlugin(Plugin):
-    """What --tracker changes."""
+    """The changes of --tracker."""
 
     rules = RULES
 

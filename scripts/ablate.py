@@ -4,12 +4,12 @@
     .venv/bin/python scripts/ablate.py --algos tis --sweep 'lr=0.001|3e-4' --sweep 'share_prefix=off|tree' -- --steps 40
 
 Every combination is one cell: one `torchrun train_async.py`, all with the same number of steps. A finished cell is a
-line of OUT/cells.jsonl and is not run again: the same --out continues where it stopped. Another command with this --out
-adds its cells. What follows `--` is given to every run, in the folder of the caller. grids.py says what is kept, and
-makes of it table.md, paired.md and paired.png (stale less fresh data), against.md (each loss less the baseline),
-cells.csv and curves.png. --without makes without.md. --dry-run checks the options of every cell, and prints the cells,
-what the tables will answer, and the time. A signal ends the runs of unfinished cells. Only a run that is not finite
-ends with a result. After any other error the same command runs the cell again.
+line of OUT/cells.jsonl and is not run again. The same --out continues where it stopped. Another command with this --out
+adds its cells. Options behind `--` are given to every run, in the folder of the caller. grids.py describes the records.
+It makes table.md, cells.csv and curves.png. It also makes paired.md and paired.png (stale less fresh data), and
+against.md (each loss less the baseline). With --without it makes without.md. The option --dry-run checks the options of
+every cell. It prints the cells, the questions of the tables, and the time. A signal ends the runs of unfinished cells.
+Only a run that is not finite ends with a result. After any other error the same command runs the cell again.
 """
 
 import functools
@@ -86,7 +86,7 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line. What follows `--` are options of every run."""
+    """The command line. Options behind `--` are those of every run."""
 
     algos: list[str] = field(default_factory=lambda: ["grpo", "tis", "topr"])
     """Losses, each with its options if it has any: ALGO[:NAME=VALUE ...]."""
@@ -99,18 +99,18 @@ class Arguments:
     sweep: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
     """OPTION=V1|V2: values of any option of train_async.py, a list's items apart by blanks. May be given again."""
     out: Path | None = None
-    """Where records, tables and the figure go; unset makes runs/ablation-DATE-TIME."""
+    """Folder of records, tables and the figure; unset makes runs/ablation-DATE-TIME."""
     keep_runs: bool = False
     """Keep the directories of the runs, in OUT/runs."""
     parallel: int = 1
     """Runs at a time. They divide the cores, so times mean less."""
     dry_run: bool = False
-    """Check and print the cells, and run nothing."""
+    """Check and print the cells without a run."""
     report: bool = False
-    """Run nothing, make the tables and the figure of --out again."""
+    """Make the tables and the figure of --out again without a run."""
     baseline: str | None = None
-    """Loss that against.md compares the others with, as the tables name it; unset takes the first of --algos, and with
-    --report grpo, or the first loss of the table."""
+    """Loss that against.md compares other losses with, as the tables name it. Unset takes the first of --algos. With
+    --report it takes grpo, or the first loss of the table."""
     without: tuple[str, ...] = ()
     """Options, as in `centering top_logprobs`: without.md compares each run that has them with the one without them."""
     extra: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -171,7 +171,7 @@ def common_options(extra: tuple[str, ...]) -> tuple[Config, frozenset[str]]:
 
 
 def read_cell(texts: dict[str, str | list[str]], extra: tuple[str, ...]) -> dict:
-    """Return a cell, which has the values that texts mean to a run with the options `extra`.
+    """Return a cell with the values that texts mean to a run with the options `extra`.
 
     Raises ValueError if such a run would not accept it, or if `extra` has an option of the cell.
     """
@@ -190,7 +190,7 @@ def read_cell(texts: dict[str, str | list[str]], extra: tuple[str, ...]) -> dict
 
 
 def read_loss(text: str) -> dict[str, str | list[str]]:
-    """Return the texts of a loss and of its options, which are behind a colon.
+    """Return the texts of a loss and of its options. A colon separates the two.
 
     Raises ValueError for several losses in one text.
     """
@@ -321,7 +321,7 @@ def run_to_end(words: Sequence[str], stop: threading.Event) -> tuple[int, str]:
     """Run a command, and return its exit status and its standard error. `stop` ends all processes of the command.
 
     It runs in the caller's folder, so relative paths mean the files that were checked.
-    The command has its own session, so it gets no Ctrl-C of a terminal: two signals disturb the end of torchrun.
+    The command has its own session, so it gets no Ctrl-C of a terminal. Two signals would disturb the end of torchrun.
     """
     process = subprocess.Popen(
         words,
@@ -382,12 +382,12 @@ def check_options(cells: list[dict], records: list[dict], extra: tuple[str, ...]
         record = finished.get(key(cell))
         if record is None:
             continue
-        # The record can have another order of --sweep, which changes nothing.
+        # The record can have another order of --sweep. The runs are the same.
         before, now = record["options"], [*words_of(record["cell"]), *extra]
         if before != now:
             changed = f"{shlex.join(before)}, not {shlex.join(now)}"
             raise ValueError(f"{cell_name(cell)} ran with {changed}; give another --out")
-        if "user_code" in record:  # older code kept none
+        if "user_code" in record:  # records of older code lack it
             check_code(cell, record["user_code"], extra)
 
 
@@ -413,8 +413,8 @@ def keep_and_report(record: dict, name: str, cells: list[dict], arguments: Argum
 def run_missing(cells: list[dict], arguments: Arguments) -> None:
     """Run the unfinished cells, and append each record as it comes.
 
-    After an error no other cell is started. It is raised when those that run have ended and are kept. A signal ends
-    the runs. None of them is kept. Then KeyboardInterrupt is raised.
+    After an error no other cell is started. It is raised when all running cells have ended and are kept. A signal
+    ends the runs, and their cells are not kept. Then KeyboardInterrupt is raised.
     """
     path = arguments.out / "cells.jsonl"
     records = read_records(path)
@@ -440,7 +440,7 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
             record = run_cell(cell, names[key(cell)], arguments, stop)
             if not stop.is_set():  # the signal may have ended it
                 keep_and_report(record, names[key(cell)], cells, arguments)
-        except Exception as error:  # whatever ends a run must leave the records of the others
+        except Exception as error:  # any error of a run must leave the records of other runs
             failures.append(error)
 
     shares = divide_cores(arguments.parallel)
@@ -457,7 +457,7 @@ def run_missing(cells: list[dict], arguments: Arguments) -> None:
 
 
 def divide_cores(num_shares: int) -> list[set[int]]:
-    """Return the cores of each share, as equal as can be; all cores for each if there are fewer than shares.
+    """Return the cores of each share, as equal as can be. With fewer cores than shares each has all cores.
 
     A run binds its trainer and its engines to cores. Two runs that see the same cores bind to the same ones.
     """

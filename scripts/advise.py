@@ -1,7 +1,7 @@
-"""Advice on α and the split of devices, or on how many remote hosts are enough: scripts/advise.py runs/NAME.
+"""Advice on α and the split of devices, or on the number of remote hosts: scripts/advise.py runs/NAME.
 
-It reads metrics.jsonl and events.jsonl of a run that has ended or still trains. extras/planning/README.md explains the
-arithmetic.
+It reads metrics.jsonl and events.jsonl of a run. The run has ended or still trains. The arithmetic is in
+extras/planning/README.md.
 """
 
 from tyro.conf import Positional

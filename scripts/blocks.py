@@ -44,7 +44,7 @@ def table(heading: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def devices() -> str:
-    """Return one line that says what has run on which GPU."""
+    """Return one line that lists the runs of each GPU."""
     gpus = {}
     for record in records_of("gpu"):
         if "numbers" in record:
@@ -82,7 +82,7 @@ def _outcome(runs: pd.DataFrame) -> list[str]:
 def speed_of_defaults() -> str:
     """Return our default options against TRL's fastest mode, by workload and hardware, in pairs by seed.
 
-    Where lengths are forced, responses are counted: the two systems count the tokens of a response differently.
+    If lengths are forced, responses are counted. The two systems count the tokens of a response differently.
     """
     pairs: dict[tuple[str, str], dict[int, dict[bool, dict]]] = {}
     for record in read(RESULTS / "peers" / "defaults.jsonl"):
@@ -174,14 +174,14 @@ def at_lag() -> str:
 
 
 def tables(name: str) -> str:
-    """Return the tables of results/NAME/table.md, which tests make again from the records beside it."""
+    """Return the tables of results/NAME/table.md. Tests make them again from the records beside it."""
     page = (RESULTS / name / "table.md").read_text(encoding="utf-8")
     parts = [part.strip() for part in page.split("\n\n")]
     return "\n\n".join(part for part in parts if part.startswith("|")) + "\n"
 
 
 def kept(name: str, page: str = "short") -> str:
-    """Return the table of a study whose records stay as they are: results/NAME/PAGE.md, which says what made it."""
+    """Return the table of a study whose records stay as they are. It is results/NAME/PAGE.md, with its origin."""
     return (RESULTS / name / f"{page}.md").read_text(encoding="utf-8").partition("\n")[2]
 
 

@@ -1,8 +1,8 @@
-"""Sample held-out problems with a model, and train nothing: `python scripts/evaluate.py MODEL --eval-samples 8`.
+"""Sample held-out problems with a model, without training: `python scripts/evaluate.py MODEL --eval-samples 8`.
 
-MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, a run, or a checkpoint of a run. runs/NAME is its newest
-checkpoint. Of a run it takes the options of sampling, too. The engine is a run's, and gets its weights as a run's does.
-What follows MODEL is options of train_async.py. `--out FILE` keeps every response.
+MODEL is a folder, a Hugging Face name, `tiny`, `smollm2`, a run, or a checkpoint of a run. The folder runs/NAME stands
+for its newest checkpoint. From a run it takes the options of sampling, too. The engine is a run's, and gets its weights
+as a run's does. Words behind MODEL are options of train_async.py. `--out FILE` keeps every response.
 """
 
 import math
@@ -39,11 +39,11 @@ OF_EVALUATION = (
     "env_timeout_s", "batch_invariant", "eval_problems", "num_rollout_workers", "rollout_tp", "max_running_requests",
     "weight_sync", "gpu_memory_utilization",
 )  # fmt: skip
-"""Options that say what is sampled, and where. An evaluation has the others by default."""
+"""Options of what is sampled, and on which devices. An evaluation has the other ones by default."""
 
 
 def choose_options(model: str, words: list[str]) -> Config:
-    """Return the options of an evaluation. Raises ValueError, in one line, for options that mean nothing to it."""
+    """Return the options of an evaluation. Raises ValueError, in one line, for options that it cannot use."""
     allowed = [flag_of(name) for name in OF_EVALUATION[1:]]
     for word in words:
         name = word.partition("=")[0]
@@ -82,7 +82,7 @@ def choose_options(model: str, words: list[str]) -> Config:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run that a path is, or a checkpoint of which it is; None if there is no such run."""
+    """Return the run at a path, or the run of the checkpoint at the path; None if there is no such run."""
     folders = [path, path.parent.parent] if path.parent.name == "checkpoints" else [path]
     return next((folder for folder in folders if (folder / "run.json").exists()), None)
 
@@ -120,7 +120,7 @@ def describe(evaluation: Evaluation, num_samples: int, right_from: float = 1.0) 
 
     A response is right if its reward is at least `right_from`.
     """
-    rewards = np.full(evaluation.num_asked, np.nan)  # a response that failed has none, and is wrong
+    rewards = np.full(evaluation.num_asked, np.nan)  # a failed response lacks one and is wrong
     for trajectory in evaluation.trajectories:
         if trajectory.finish_reason != "failed":
             rewards[trajectory.member] = trajectory.reward
@@ -166,7 +166,7 @@ class Arguments:
     eval_samples: int = 1
     """Samples of each problem."""
     right_from: float = 1.0
-    """Reward from which a response counts as right in pass@k."""
+    """Least reward of a right response in pass@k."""
     out: Path | None = None
     """New file for the responses, a line of JSON each: prompt, response, reward, and the answer if there is one. The
     printed lines go to FILE.summary.txt beside it."""

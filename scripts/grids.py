@@ -1,12 +1,12 @@
-"""What ablate.py keeps of a grid of runs, and the tables and the figure that are made of it.
+"""Records of a grid of runs of ablate.py, and the tables and the figure that are made of them.
 
-OUT/cells.jsonl has a line per run: its `cell` (loss, seed and the other options that vary: its *setting*), how it was
-made, its summary and its curves. A run that ended with an error is in no difference.
+OUT/cells.jsonl has a line per run: its `cell`, its origin, its summary and its curves. A cell is loss, seed and the
+other options that vary, its *setting*. A run that ended with an error is in no difference.
 
 Runs of one seed share problems, first weights and sampling seeds. So runs are compared in pairs of one seed, not mean
-with mean: a loss on stale data with the same loss on fresh data (async_ratio 0, publish_delay 0), and each loss with
-the *baseline* in the same setting. Both are compared at the same version that *sampled* a batch: a policy is no worse
-because its reward is seen later.
+with mean. A loss on stale data is compared with the same loss on fresh data (async_ratio 0, publish_delay 0). Each loss
+is compared with the *baseline* in the same setting. Both are compared at the same version that *sampled* a batch. A
+policy is no worse because its reward is seen later.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ SERIES = {
     "step_s": "time/step_s", "samples": "samples", "drift_k3": "drift/k3", "entropy": "loss/entropy", "ess": "loss/ess",
     "gradient_cosine": "loss/gradient_cosine", "drift_term": "loss/drift_term", "head_mass": "loss/head_mass",
 }  # fmt: skip
-"""What a cell keeps of every step, if a run has it: its name in the record and in metrics.jsonl."""
+"""Numbers that a cell keeps of every step, if a run has them: name in the record -> name in metrics.jsonl."""
 LATE_COLUMNS = {
     "drift/k3": ("KL(behavior ‖ current), nats per token", "{:.4f}"),
     "loss/entropy": ("entropy, nats per token", "{:.3f}"), "loss/ess": ("effective sample size", "{:.3f}"),
@@ -45,9 +45,9 @@ MEASURES = {
     "level": "Level: mean training reward of versions {start} to {end}",
     "final": "Final: held-out accuracy of the last weights",
 }
-"""What is compared of two runs; the last is of whole runs, not by version."""
+"""Numbers that are compared of two runs. The last is of whole runs, not by version."""
 MIN_SEEDS = 3
-"""Fewer show nothing: two that happen to be alike make an interval of no width."""
+"""Fewer seeds are not enough. Two seeds that happen to be alike make an interval of no width."""
 MIN_VERSIONS = 5
 """Versions in the second half of the steps that level needs."""
 QUESTIONS = {
@@ -55,7 +55,7 @@ QUESTIONS = {
     "against.md": "is a loss better than {baseline} at the same lag?",
     "without.md": "what do the options of --without change?",
 }
-"""What each table answers."""
+"""The question that each table answers."""
 NOT_FINITE = re.compile(r"loss \S+ and gradient norm \S+ at update \d+ must be finite")
 """The only error that is a result. asyncrl/trainer/policy.py raises it. Another error can be of a full disk."""
 DISAGREEMENT = 0.3
@@ -64,7 +64,7 @@ SPREAD = (
     "Intervals take differences as normal. Their spread is that of the seeds, or the noise within a run where that is "
     "larger: of rewards from version to version, or of the answers that an evaluation samples."
 )
-"""What the pages say of the intervals. Records of older code lack the number of answers, and have no such noise."""
+"""The note of the pages on intervals. Records of older code lack the number of answers, and have no such noise."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -75,7 +75,7 @@ DASHES = "-", "--", ":", "-."
 
 
 def read_records(path: Path) -> list[dict]:
-    """Return the records of a cells.jsonl, the last one of each cell; none if there is no such file.
+    """Return the records of a cells.jsonl, the last one of each cell. Without the file the list is empty.
 
     Records of older code have no summary. The table then lacks these columns, and all differences are as before.
     Raises ValueError, naming the line, if one is broken.
@@ -141,7 +141,7 @@ def warn_of_other_code(versions: Collection[str | None]) -> None:
 
 
 def key(cell: dict) -> str:
-    """Return what tells a cell from the others: its options."""
+    """Return the identity of a cell: its options."""
     return json.dumps(cell, sort_keys=True)
 
 
@@ -151,7 +151,7 @@ def is_result(record: dict) -> bool:
 
 
 def loss(cell: dict, *, has_whole_path: bool = False) -> str:
-    """Return the loss of a cell with its options, as --algos has it; of user code the name of the file alone."""
+    """Return the loss of a cell with its options, as --algos has it. User code has only the name of its file."""
     algo = cell["algo"] if has_whole_path else os.path.basename(cell["algo"])
     return ":".join(filter(None, [algo, " ".join(cell.get("algo_args", []))]))
 
@@ -176,8 +176,8 @@ def setting(cell: dict) -> dict:
 def runs_of(records: list[dict]) -> pd.DataFrame:
     """Return a row per run, in order of setting and loss: its options, setting and loss, and the record.
 
-    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last. Their names are
-    those of `loss_names`.
+    Settings are in the order of their values. Losses are in that of LOSSES, and other losses are last. `loss_names`
+    makes their names.
     """
     names = loss_names([record["cell"] for record in records])
     # Another order of --sweep is no other setting. The first record with the same options gives the order.
@@ -235,15 +235,15 @@ def table(runs: pd.DataFrame) -> list[str]:
 
 
 def num_level_versions(num_steps: int, lag: int) -> int:
-    """Return the number of versions that level averages, if all runs have these steps and at most this lag in steps."""
+    """Return the number of versions that level averages. All runs have these steps and at most this lag in steps."""
     return num_steps - num_steps // 2 - lag
 
 
 def reward_by_version(record: dict) -> pd.Series:
     """Return the mean training reward by the version that sampled: the batch of step s is of s − 1 − staleness.
 
-    With publish delay K and async_ratio 0 that is exactly version max(0, s − 1 − K); version 0 sampled K + 1 batches,
-    which are averaged. With an async_ratio the mean version of a batch counts, and rewards are interpolated between.
+    With publish delay K and async_ratio 0 that is exactly version max(0, s − 1 − K). The K + 1 batches of version 0 are
+    averaged. With an async_ratio the mean version of a batch counts, and rewards are interpolated between.
     """
     names = ("reward", "staleness_mean")
     reward, staleness = (np.array(record["series"][name], dtype=float) for name in names)
@@ -253,11 +253,12 @@ def reward_by_version(record: dict) -> pd.Series:
 
 
 def measures_of(records: list[dict]) -> pd.DataFrame:
-    """Return `runs_of` with the MEASURES of each run that did not fail, by the versions that sampled in all, to `end`.
+    """Return `runs_of` with the MEASURES of each run that did not fail.
 
-    `rewards` has the mean reward by version. The index has the key of each cell.
-    NaN says that fewer than MIN_VERSIONS are left from version `start` on, or that the last weights were not evaluated.
-    Empty if all failed.
+    Versions count if they sampled in all runs, to `end`. `rewards` has the mean reward by version. The index has the
+    key of each cell.
+    NaN means that fewer than MIN_VERSIONS are left from version `start` on, or that the last weights lack an
+    evaluation. The frame is empty if all failed.
     """
     if all("error" in record for record in records):
         return pd.DataFrame(columns=["loss", "record", *MEASURES])
@@ -274,7 +275,7 @@ def measures_of(records: list[dict]) -> pd.DataFrame:
     runs["final"] = [
         of_run.get(last, math.nan) for of_run, last in zip(evaluations, steps, strict=True)
     ]
-    # as if all problems were equally hard, which overstates it
+    # as if all problems were equally hard; this overstates the noise
     num_responses = [record.get("eval_responses", math.nan) for record in runs["record"]]
     runs["final_variance"] = runs["final"] * (1 - runs["final"]) / num_responses
     return runs.set_axis([key(record["cell"]) for record in runs["record"]])
@@ -292,10 +293,10 @@ def has_one_update_a_step(record: dict) -> bool:
 
 
 def fresh_cell(record: dict, cells: pd.Index) -> str:
-    """Return the key of the cell on fresh data with a record's loss, options and seed, or that of grpo in its place.
+    """Return the key of the cell on fresh data with a record's loss, options and seed, or grpo's instead.
 
-    On fresh data with one update a step the ratio is 1, and there all losses that come with the code have one gradient.
-    A loss with options may have another, so nothing stands in for it.
+    On fresh data with one update a step the ratio is 1. Then all losses that come with the code have one gradient. A
+    loss with options can have another gradient, so grpo cannot replace it.
     """
     fresh = record["cell"] | {"async_ratio": 0.0, "publish_delay": 0}
     is_plain = fresh["algo"] in LOSSES and not fresh.get("algo_args")
@@ -312,7 +313,7 @@ def differences(runs: pd.DataFrame) -> pd.DataFrame:
 def against(runs: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Return a row per run of another loss: MEASURES less the baseline's of its seed and setting, as `less` does.
 
-    The runs are those of `measures_of`.
+    `measures_of` makes the `runs`.
     """
     keys = {}
     for cell_key, run in runs[runs["loss"] == baseline].iterrows():
@@ -341,8 +342,8 @@ def beside(runs: pd.DataFrame, left_out: Sequence[str]) -> pd.DataFrame:
 def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
     """Return a row per run of `measures_of` that has another run as partner: MEASURES less the partner's, and noise.
 
-    All are compared up to one version, the last that sampled in every run: only runs with less lag have later ones. The
-    final accuracies of both runs are there, too.
+    All are compared up to one version, the last that sampled in every run. Only runs with less lag have later ones. The
+    rows also have the final accuracies of both runs.
     """
     if runs.empty:
         return runs
@@ -362,15 +363,15 @@ def less(runs: pd.DataFrame, partners: Sequence[str]) -> pd.DataFrame:
 
 
 def error_of_mean(values: pd.Series) -> float:
-    """Return the standard error of the mean that the noise from one version to the next makes; NaN for none or one.
+    """Return the standard error of the mean by the noise from one version to the next; NaN for fewer than two.
 
-    The variance is half of the mean squared step between neighbours (von Neumann), so a slow trend adds little to it.
+    The variance is half of the mean squared step between neighbours (von Neumann). So a slow trend adds little to it.
     """
     return math.sqrt((values.diff() ** 2).mean() / 2 / max(len(values), 1))
 
 
 def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
-    """Return a row per setting and loss: number, mean and 95 % t-interval `low` … `high` of the seeds, p, and a text.
+    """Return a row per setting and loss: number of seeds, mean, 95 % t-interval `low` … `high`, p, and a text.
 
     The mean stays if p, two-sided by Student's t, passes Holm's correction over all rows at 0.05. Then it is bold.
     """
@@ -389,11 +390,11 @@ def compare(rows: pd.DataFrame, measure: str = "level") -> pd.DataFrame:
 
 
 def interval(values: pd.Series, noise: pd.Series) -> tuple[float, float, float, float]:
-    """Return the mean, both ends of its 95 % t-interval, and two-sided p; too few seeds have no ends (NaN) and p = 1.
+    """Return the mean, both ends of its 95 % t-interval, and two-sided p. Too few seeds have no ends (NaN) and p = 1.
 
     Seeds may agree better than the noise within their runs allows. So the spread is the larger of the seeds' standard
-    deviation and that noise, a standard error per seed. Seeds that are all alike, as coarse accuracies can be, prove
-    nothing: p = 1.
+    deviation and that noise, a standard error per seed. Coarse accuracies of all seeds can be alike. They prove no
+    difference, so p = 1.
     """
     mean, num_seeds = values.mean(), len(values)
     if num_seeds < MIN_SEEDS:
@@ -458,7 +459,7 @@ def supported(compared: pd.DataFrame) -> str:
 
 
 def verdicts(rows: pd.DataFrame) -> str:
-    """Return the verdict in words on each measure of differences, or the reason why there is none."""
+    """Return the verdict in words on each measure of differences, or the reason why there is no verdict."""
     if rows.empty:
         return "No two runs of a seed can be compared for this."
     texts = []
@@ -470,7 +471,7 @@ def verdicts(rows: pd.DataFrame) -> str:
 
 
 def diverged(runs: pd.DataFrame) -> str:
-    """Return a sentence on the runs of `runs_of` that ended early: no difference has them. Empty if there are none."""
+    """Return a sentence on the runs of `runs_of` that ended early, or an empty text. No difference has them."""
     has_failed = runs["record"].map(lambda record: "error" in record)
     counts = has_failed.groupby([runs["loss"], runs["setting"]], sort=False).agg(["sum", "count"])
     named = [
@@ -484,7 +485,7 @@ def diverged(runs: pd.DataFrame) -> str:
 
 
 def final_table(rows: pd.DataFrame, partner: str) -> list[str]:
-    """Return the table of each seed's final accuracies, beside those of `partner`, and the sentence `disagreement`."""
+    """Return the table of each seed's final accuracies, beside `partner`'s, and the sentence `disagreement`."""
     lines = []
     for (setting_name, name), group in rows.groupby(["setting", "loss"], sort=False):
         seeds = group.sort_values("seed")
@@ -498,7 +499,7 @@ def final_table(rows: pd.DataFrame, partner: str) -> list[str]:
 
 
 def disagreement(rows: pd.DataFrame) -> str:
-    """Return a sentence that names each loss and setting whose seeds end far apart; empty if there is none."""
+    """Return a sentence that names each loss and setting whose seeds end far apart, or an empty text."""
     names = ["loss", "setting", "final"]
     own = rows[["loss", "setting", "own_final"]].set_axis(names, axis="columns")
     partner = rows[[f"partner_{name}" for name in names]].set_axis(names, axis="columns")
@@ -530,7 +531,7 @@ def measure_tables(rows: pd.DataFrame, partner: str) -> list[str]:
 
 
 def paired_page(rows: pd.DataFrame) -> list[str]:
-    """Return a table for each measure of the `differences` of a grid, with what it is; nothing if there are none."""
+    """Return a table for each measure of a grid's `differences`, with its meaning; empty without differences."""
     if rows.empty:
         return []
     return [
@@ -544,7 +545,7 @@ def paired_page(rows: pd.DataFrame) -> list[str]:
 
 
 def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
-    """Return a table for each measure of what `against` returns; nothing if no loss is beside the baseline."""
+    """Return a table for each measure of the rows of `against`; empty if no loss is beside the baseline."""
     if rows.empty:
         return []
     return [
@@ -555,7 +556,7 @@ def against_page(rows: pd.DataFrame, baseline: str) -> list[str]:
 
 
 def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
-    """Return a table for each measure of what `beside` returns; nothing if no run has a partner."""
+    """Return a table for each measure of the rows of `beside`; empty if no run has a partner."""
     names = ", ".join(f"`{name}`" for name in left_out)
     if rows.empty:
         return [f"No run has a partner with equal other options and without {names}."]
@@ -572,9 +573,9 @@ def without_page(rows: pd.DataFrame, left_out: Sequence[str]) -> list[str]:
 def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ()) -> None:
     """Write the tables and the figure of a grid, print what they say and where everything is.
 
-    The baseline is a loss as in the tables; unset takes grpo, or the first loss if there is no grpo. With `left_out`
-    without.md compares each run that has these options with the one that has none of them.
-    Raises ValueError if nothing is finished, no run has the baseline, or no run has an option of `left_out`.
+    The baseline is a loss as in the tables. Unset takes grpo, or the first loss if there is no grpo. With `left_out`
+    without.md compares each run that has these options with the same run without them.
+    Raises ValueError if no cell is finished, no run has the baseline, or no run has an option of `left_out`.
     """
     records = read_records(out / "cells.jsonl")
     if not records:

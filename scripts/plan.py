@@ -4,11 +4,11 @@
         --model Qwen/Qwen3-8B-Base --groups-per-step 64 \
         --max-prompt-tokens 512 --max-response-tokens 8192 --lengths lognormal:2000,0.9
 
-Options of train_async.py go into the plan and the commands. CLUSTER.toml lists [[machines]] with `gpu` (a name in
-extras/planning/gpu_sheets.toml), the `gpus` of each, their `count`, and `price_per_hour` of a GPU. Any number of the
+Options of train_async.py go into the plan and the commands. CLUSTER.toml lists [[machines]]: `gpu`, the `gpus` of each,
+their `count`, and `price_per_hour` of a GPU. `gpu` is a name in extras/planning/gpu_sheets.toml. Any number of the
 sheet can be overridden. Measured `trained_tokens_per_s` and `sampled_tokens_per_s` of a GPU replace the sheet's `mfu`
-and `hbm_efficiency`. --workload takes both from a run. [links] has `same_kind`
-and `across_kinds` in GB/s, and `update_factor`. extras/planning/README.md explains the arithmetic.
+and `hbm_efficiency`. The option --workload takes both from a run. The table [links] has `same_kind` and `across_kinds`
+in GB/s, and `update_factor`. The arithmetic is in extras/planning/README.md.
 """
 
 import json
@@ -68,7 +68,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def plan(given: Arguments, options: list[str]) -> tuple[Plan, list[Plan], list[str]]:
-    """Return the best plan, the others, and notes on the cluster. Raises ValueError if there is no plan."""
+    """Return the best plan, the other plans, and notes on the cluster. Raises ValueError if there is no plan."""
     config = read_options(options).checked()
     for name in ("prompt_tokens", "tokens_per_s"):
         if (value := getattr(given, name)) is not None and not 0 < value < math.inf:

@@ -1,19 +1,19 @@
 """Train again on the batches of a recorded run, without an engine: `python scripts/replay.py RUN --algo tis`.
 
-RUN is the directory of a run made with --record. Every step trains on the very batch that the run's step had, from the
-same first weights, by the same policy code; what follows RUN changes options of training. So losses, advantages and
+RUN is the directory of a run made with --record. Every step trains on the very batch of the run's step, by the same
+policy code. The first weights are the same. Options behind RUN change those of training. So losses, advantages and
 learning rates are compared on identical stale data. `torchrun --nproc-per-node N scripts/replay.py RUN …` uses N ranks.
 
-Staleness and lag are the recorded ones: steps between the recorded policy that sampled a token and the recorded one
-that was trained on it. The replayed policy goes another way: drift/* says how far it is from the one that sampled, and
-can grow beyond what a run of its own would see, as no sample of its own ever comes back to it.
+Staleness and lag are the recorded ones. They are steps from the recorded policy that sampled a token to the recorded
+policy that was trained on it. The replayed policy goes another way. drift/* is its distance from the policy that
+sampled. It can grow beyond that of a real run, because the replayed policy never samples.
 
-On the CPU two replays give the same bits, and so does the recorded run itself if options, ranks and threads per rank
-are its own. Other ranks or threads add floats in another order; a GPU's kernels may do so from one replay to the next.
+On the CPU two replays give the same bits. The recorded run gives them, too, if options, ranks and threads per rank are
+equal. Other ranks or threads add floats in another order. A GPU's kernels can do so from one replay to the next.
 
-It writes a run directory like a run's, beside RUN. Of sampling it has nothing to tell: no rollout/*, ledger/* and
-mismatch/*, no samples, and tokens/generated is 0; time/wait_s is what reading a batch takes. To sample the held-out
-problems with its last weights, give scripts/evaluate.py this directory.
+It writes a run directory like a run's, beside RUN. It lacks samples, rollout/*, ledger/* and mismatch/*, because it
+does not sample. tokens/generated is 0, and time/wait_s is the time to read a batch. To sample the held-out problems
+with its last weights, give scripts/evaluate.py this directory.
 """
 
 import os
@@ -73,7 +73,7 @@ class Recording:
         )
 
     def check_weights(self, model: str, model_path: str) -> None:
-        """Raise ValueError if the folder's weights are not those that the run began with."""
+        """Raise ValueError if the folder's weights differ from the first weights of the run."""
         found = weights_sha256(model_path)
         if found != self.weights_sha256:
             raise ValueError(
@@ -85,8 +85,8 @@ class Recording:
 def choose_options(recording: Recording, arguments: list[str]) -> Config:
     """Return the recorded run's options, with defaults for records and devices, changed by `arguments`.
 
-    Raises ValueError for one that a replay cannot change, for more steps than were recorded, and for what
-    train_async.py would refuse.
+    Raises ValueError for an option that a replay cannot change, and for more steps than were recorded. It also raises
+    ValueError for options that train_async.py would refuse.
     """
     run = recording.config
     own = replace(

@@ -1,9 +1,10 @@
 """Report on runs: `python scripts/report.py RUN [RUN ...] [--trace]`. RUN is the directory of a run.
 
-It prints a summary. Of one run it writes RUN/report.html, one page that needs nothing else: what was run, curves, a
-timeline of trainer and workers, where groups, tokens and time went, and samples. --trace also writes RUN/trace.json,
-which https://ui.perfetto.dev opens. Of several runs it writes comparison.html into the first: how they differ, every
-curve with a line per run, and samples of each. A run that still trains, or was killed, is reported as far as it got.
+It prints a summary. For one run it writes RUN/report.html, a page that needs no other file. The page has options,
+curves, a timeline of trainer and workers, the ledgers of groups, tokens and time, and samples. The option --trace also
+writes RUN/trace.json for https://ui.perfetto.dev. For several runs it writes comparison.html into the first. That page
+has their differences, every curve with a line per run, and samples of each. A run that still trains, or was killed, is
+reported as far as it got.
 """
 
 import base64
@@ -46,11 +47,11 @@ from scripts.table import differing, options_of, show
 from scripts.timeline import trace_of
 
 ADVICE = re.compile("advice(?: on remote hosts)?: (.*)")
-NUM_SAMPLES = 30  # groups of which a page shows samples, for all of its runs together
+NUM_SAMPLES = 30  # groups with samples on a page, for all of its runs together
 RECENT_S = 60  # a run whose last record is younger may still train
 NUM_HOSTS = 8  # remote hosts that have curves
 NOTHING_LEARNED = 0.95  # share of groups with equal rewards
-FELL_SIGMAS = 4.0  # standard errors by which a reward must fall
+FELL_SIGMAS = 4.0  # least fall of a reward, standard errors
 HOST_COLUMNS = {
     "there, s": ("time", np.ptp),
     "responses": ("ticket", "count"),
@@ -123,7 +124,7 @@ def task_text(name: str) -> str:
 
 
 def render(page: dict) -> str:
-    """Return the page as HTML that needs nothing but itself. All that a run has written is escaped."""
+    """Return the page as HTML that needs no other file. All that a run has written is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -173,7 +174,7 @@ def facts(run: Run, timeline: dict, now: float) -> dict[str, str]:
 
 
 def verdicts(run: Run) -> dict[str, str]:
-    """Return what went wrong in a run, the warnings that it printed, and a verdict on what README says to look at."""
+    """Return the failures of a run, its warnings, and a verdict on each check that README names."""
     warnings = dict.fromkeys(
         record["text"] for record in run.records if record["event"] == "warning"
     )
@@ -205,7 +206,7 @@ def checks(run: Run) -> dict[str, str]:
 
 
 def staleness(run: Run) -> dict[str, str]:
-    """Return the verdict on the bound on staleness; nothing if there is no bound."""
+    """Return the verdict on the bound on staleness; empty if there is no bound."""
     names = ("async_ratio", "publish_delay", "over_sampling", "stale_policy", "swarm.refresh_lag")
     options = run.info["config"]
     config = Config.from_dict({name: options[name] for name in names if name in options})
@@ -233,8 +234,8 @@ def learning(metrics: pd.DataFrame) -> dict[str, str]:
             f"{verdict} ({equal:.2f} of the groups of the last {steps})"
         )
     best, last = rewards.max(), rewards.iloc[-1]
-    # Standard error of the difference of two windows. The median of neighbouring steps' differences, which is 0.6745
-    # standard deviations, does not count the fall itself as noise.
+    # Standard error of the difference of two windows. The median of neighbouring steps' differences is 0.6745 standard
+    # deviations. It does not count the fall itself as noise.
     error = metrics["reward/mean"].diff().abs().median() / 0.6745 / num_last**0.5
     if best - last > max(abs(best) / 2, FELL_SIGMAS * error):
         step = metrics["step"][rewards.idxmax()]
@@ -263,7 +264,7 @@ def arrival(run: Run) -> str:
 
 
 def outcome(run: Run, age_s: float) -> str:
-    """Return whether all steps were made, and what stopped the run if it says so; its last record is `age_s` old."""
+    """Return whether all steps were made, and the reason of an early end. The last record is `age_s` seconds old."""
     done, wanted = run.metrics["step"].iloc[-1], run.info["config"]["steps"]
     steps = f"{done} of {wanted} steps"
     ends, deaths, joined = (
@@ -320,7 +321,7 @@ def charts(metrics: pd.DataFrame) -> list[dict]:
 
 
 def question_of(pattern: str) -> str:
-    """Return the question of docs/telemetry.md that metrics of this pattern answer, with its place; or nothing."""
+    """Return the question of docs/telemetry.md that metrics of this pattern answer, with its place, or ""."""
     page = ROOT / "docs/telemetry.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     for place, question, metrics in re.findall(
@@ -343,7 +344,7 @@ def make_chart(title: str, x: str, curves: Mapping[str, pd.Series]) -> dict:
 
 
 def ledgers(metrics: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return where all groups and tokens of the run went, by the last line's ledger. A replay has none."""
+    """Return where all groups and tokens of the run went, by the last line's ledger. A replay has no ledger."""
     tables = {}
     for unit, source in (("groups", "issued"), ("tokens", "generated")):
         ledger = metrics.iloc[-1].filter(like=f"ledger/{unit}_").dropna().astype(int)
@@ -402,7 +403,7 @@ def host_events(run: Run) -> pd.DataFrame:
 
 
 def host_table(events: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per remote host, those that sampled most first, and one for all."""
+    """Return a row per remote host, by how much it sampled, and one for all."""
     fields = [field for field, _ in HOST_COLUMNS.values()]
     events = events.reindex(columns=["machine", *fields])
     everything = events.assign(machine=f"all {events['machine'].nunique()}", why=None)
@@ -447,7 +448,7 @@ def main(runs: Positional[list[Path]], trace: bool = False) -> None:
 
     Args:
         runs: Directories of runs; report.html is written into it, or comparison.html into the first of several.
-        trace: Of one run, also write trace.json, for https://ui.perfetto.dev.
+        trace: For one run also write trace.json, for https://ui.perfetto.dev.
     """
     check_are_given(runs)
     if trace and len(runs) > 1:

@@ -1,8 +1,9 @@
 """Read what a run has written, in a script or a notebook: `from scripts.runs import load; run = load("runs/NAME")`.
 
-`run.metrics` has a row per step, under the names of metrics.jsonl. `run.events["trajectory"]` has a row per response,
-and so on for every kind of event, with the `node` where it happened: 0, or N for those in node_N/. `run.samples` has
-the readable responses, and `run.info` is run.json. A run that is still going, or was killed, is read as far as it got.
+`run.metrics` has a row per step, under the names of metrics.jsonl. `run.events["trajectory"]` has a row per response.
+Every other kind of event has a table, too. `node` is the place of an event: 0, or N for an event in node_N/.
+`run.samples` has the readable responses, and `run.info` is run.json. A run that is still going, or was killed, is read
+as far as it got.
 """
 
 import json
@@ -34,13 +35,13 @@ SUMMARY = {
     "tokens_per_s": ("generated tokens/s", "{:.0f}"),
     "wait_share": ("share of time the trainer waited", "{:.1%}"),
 }
-"""What people look at first: key of `summarise`, label, format."""
+"""Numbers to look at first: key of `summarise`, label, format."""
 MISSING = "–"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has written; events and samples are read when they are asked for."""
+    """Files of a run. Events and samples are read when they are asked for."""
 
     path: Path
     info: dict
@@ -94,7 +95,7 @@ def end_of(path: Path) -> str:
 def load(path: str | Path) -> Run:
     """Read a run's directory, or the log of nano_async.py: it has no events and no samples.
 
-    Raises ValueError, one line, if the run is not there, has not finished a step, or a line in its files is broken.
+    Raises ValueError, one line, if the run does not exist, has not finished a step, or has a broken line.
     """
     path = Path(path)
     if path.is_file():
@@ -139,7 +140,7 @@ def check_are_given(runs: Sequence[object]) -> None:
 
 
 def frame(records: list[dict]) -> pd.DataFrame:
-    """Return a row per record and a column per name. What is missing is NA, and whole numbers stay whole (Int64)."""
+    """Return a row per record and a column per name. A missing value is NA, and whole numbers stay whole (Int64)."""
     names = dict.fromkeys(name for record in records for name in record)
     columns = {}
     for name in names:
@@ -150,7 +151,7 @@ def frame(records: list[dict]) -> pd.DataFrame:
 
 
 def names(runs: list[Run]) -> list[str]:
-    """Return what to call each run: its directory's name if that tells it from the others, else its path."""
+    """Return a name for each run: its directory's name if that is unique, else its path."""
     short = [run.name for run in runs]
     return [run.name if short.count(run.name) == 1 else str(run.path) for run in runs]
 
@@ -165,7 +166,7 @@ def evaluations(metrics: pd.DataFrame) -> pd.Series:
         earlier = line.get("eval/earlier")
         lines += [*(earlier if isinstance(earlier, list) else []), line]
     columns = ["eval/policy_version", "eval/accuracy"]
-    evaluated = pd.DataFrame(lines, columns=columns).dropna()  # null: nothing could be scored
+    evaluated = pd.DataFrame(lines, columns=columns).dropna()  # null: no response could be scored
     versions, accuracies = (evaluated[column] for column in columns)
     return pd.Series(accuracies.to_numpy(float), versions.to_numpy(int))
 
@@ -179,16 +180,16 @@ def progress(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise(metrics: pd.DataFrame) -> dict[str, float]:
-    """Return a run as a few numbers; NaN where nothing was measured.
+    """Return a run as a few numbers; NaN for a number that was not measured.
 
-    Rewards are means over the first and the last tenth of the steps, at least one. Accuracies are those of the oldest
-    and the newest version evaluated.
+    Rewards are means over the first and the last tenth of the steps, at least one. Accuracies belong to the oldest and
+    the newest version evaluated.
     """
     rewards, staleness = metrics["reward/mean"], metrics["staleness/mean"]
     accuracies = evaluations(metrics)
     tenth = max(1, len(metrics) // 10)
     seconds = metrics["time/step_s"].sum()
-    # A replay samples nothing.
+    # A replay does not sample.
     rollout = metrics.reindex(columns=["tokens/generated", "time/wait_s"]).astype(float)
     last = metrics.iloc[-1]
     return {
@@ -208,8 +209,7 @@ def summarise(metrics: pd.DataFrame) -> dict[str, float]:
 
 
 def failures(run: Run) -> dict[str, str]:
-    """Return what share of training's and of evaluation's responses failed and why, by what they are of; empty if none
-    did."""
+    """Return the share of failed responses, with reasons, in training and in evaluations; empty without failures."""
     counts = {"failures": Failures(), "failures in evaluations": Failures()}
     for record in run.records:
         if record["event"] == "trajectory" and record["finish_reason"] != "aborted":

@@ -89,7 +89,7 @@ def main(
         seeds: Runs of each setting (n), each with different problems.
         report: Only write the table again.
     """
-    # Objects live for a whole run, so collections are long and free nothing.
+    # Objects live for a whole run, so collections are long and useless.
     gc.set_threshold(100_000)
     if seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {seeds}")

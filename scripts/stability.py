@@ -7,9 +7,9 @@
 It writes OUT/stability.md and OUT/stability.png. arXiv 2607.01083 says that stale training is stable while lag · lr
 stays below a constant. The first table shows which rates are stable for each loss and lag.
 
-A run *collapses* at the first step from which its training reward is below half of its running best for HELD steps. The
-best must be LEARNT or more by then. A run that was not finite collapsed after its last step. A run whose best
-stays below LEARNT has not learnt. It is neither stable nor collapsed.
+A run *collapses* at a step if its training reward stays below half of its running best for HELD steps. The best
+must be LEARNT or more by then, and the first such step counts. A run that was not finite collapsed after its last step.
+A run whose best stays below LEARNT has not learnt. It is neither stable nor collapsed.
 """
 
 from pathlib import Path
@@ -33,15 +33,15 @@ from scripts.runs import MISSING
 from scripts.table import show
 
 HELD = 5
-"""Steps in which the reward must stay low."""
+"""Number of steps that the reward must stay low."""
 LEARNT = 0.5
 """Least best reward of a run that has learnt."""
 COMPARED = ("algo", "algo_args", "publish_delay", "lr", "seed")
-"""Options in which the runs of a map can differ."""
+"""Options that can differ between the runs of a map."""
 
 
 def collapse_step(rewards: np.ndarray) -> int | None:
-    """Return the step, from 1, at which a run collapses; None if it does not. `rewards` is [steps] float64."""
+    """Return the step of a run's collapse, from 1; None if it does not collapse. `rewards` is [steps] float64."""
     best = np.maximum.accumulate(rewards)
     is_low = (rewards < best / 2) & (best >= LEARNT)
     for start in range(len(rewards) - HELD + 1):
@@ -51,7 +51,7 @@ def collapse_step(rewards: np.ndarray) -> int | None:
 
 
 def check_records(records: list[dict], out: Path) -> None:
-    """Raise ValueError if the records of a grid make no map: a run lacks a rate or a result, or settings differ."""
+    """Raise ValueError if records make no map: a run lacks a rate or a result, or settings differ."""
     if not records or any("lr" not in record["cell"] for record in records):
         raise ValueError(
             f"{out} is no grid with --sweep 'lr=V1|V2'; scripts/ablate.py --out {out} makes one"
@@ -74,8 +74,8 @@ def check_records(records: list[dict], out: Path) -> None:
 def read_runs(out: Path) -> pd.DataFrame:
     """Return a row per run: loss, lag, lr, seed, outcome, step of collapse, level and cost.
 
-    `level` is the mean reward of the later versions, and `cost` is it less that of the fresh run with the same seed and
-    rate. `outcome` is stable, collapsed or flat. Raises ValueError as `check_records` does.
+    `level` is the mean reward of the later versions. `cost` is the level less that of the fresh run with the same seed
+    and rate. `outcome` is stable, collapsed or flat. Raises ValueError as `check_records` does.
     """
     records = read_records(out / "cells.jsonl")
     check_records(records, out)
@@ -106,7 +106,7 @@ def read_runs(out: Path) -> pd.DataFrame:
 
 
 def cell_text(runs: pd.DataFrame) -> str:
-    """Return the outcome of one loss, lag and rate: how many seeds collapsed and when, or the mean cost of the lag."""
+    """Return the outcome of one loss, lag and rate: seeds that collapsed and when, or the lag's mean cost."""
     collapsed = runs[runs["outcome"] == "collapsed"]
     if len(collapsed):
         return (
@@ -176,7 +176,7 @@ def page(runs: pd.DataFrame) -> list[str]:
 
 
 def draw(runs: pd.DataFrame, path: Path) -> None:
-    """Draw the level by learning rate: a panel per lag, a line per loss, a dot per run, a cross per collapse."""
+    """Draw the level by learning rate. A lag has a panel, a loss a line, a run a dot, a collapse a cross."""
     lags = sorted(runs["lag"].unique())
     figure = Figure(figsize=(4 * len(lags) + 2, 4), layout="constrained")
     panels = figure.subplots(1, len(lags), sharey=True, squeeze=False)[0]

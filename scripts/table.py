@@ -1,8 +1,8 @@
 """Tabulate runs, as Markdown on stdout: `python scripts/table.py RUN [RUN ...] [--by OPTION [OPTION ...]]`.
 
-A row per run: its name, the options in which the runs differ, and what runs.py summarises. With --by a row per
-combination of the options' values: mean ± standard deviation over the n runs that have it. If a run has not made all
-its steps, a column says how many it made, and such runs have rows of their own.
+A run has a row: its name, the options that differ between the runs, and the summary of runs.py. With --by there is a
+row per combination of the options' values: mean ± standard deviation over its n runs. If a run has not made all its
+steps, a column has the number that it made. Such runs have separate rows.
 """
 
 import sys
@@ -27,7 +27,7 @@ COLUMNS = {
         "wait_share",
     )
 }
-"""What the table shows of the summary."""
+"""Columns of the table that are from the summary."""
 
 
 def table(runs: list[Run], by: list[str]) -> list[str]:
@@ -61,7 +61,7 @@ def table(runs: list[Run], by: list[str]) -> list[str]:
 def grouped(
     rows: pd.DataFrame, keys: list[str], columns: dict[str, tuple[str, str]]
 ) -> pd.DataFrame:
-    """Return a row per combination of `keys`: the number n of its rows, and the spread of each of the columns.
+    """Return a row per combination of `keys`: the number n of its rows, and the spread of each column.
 
     `columns` has the heading and the format of a number by the name of a column.
     """
@@ -100,7 +100,7 @@ def sort_key(value: object) -> tuple[bool, float, str]:
 
 
 def has_steps(run: str) -> bool:
-    """Return whether a run has finished a step; also True of what is no run, which `load` refuses."""
+    """Return whether a run has finished a step. It is also True of a path without a run, and `load` refuses it."""
     metrics = Path(run) / "metrics.jsonl"
     return not metrics.exists() or metrics.stat().st_size > 0
 

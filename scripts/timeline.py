@@ -1,9 +1,9 @@
-"""The events of a run in the Chrome trace-event format: report.py draws them, and https://ui.perfetto.dev opens them.
+"""The events of a run in the Chrome trace-event format. report.py and https://ui.perfetto.dev can draw them.
 
-A process of the trace is a lane, and its threads are rows. Lanes are the trainer (steps, and its states in each), the
-evaluations, the remote hosts if any joined, and every worker (its states, its updates, and its responses in as many
-rows as ran at the same time). A worker's states follow on each other without a gap. A worker on a remote host reports
-no states, and has one bar from its start to its end.
+A process of the trace is a lane, and its threads are rows. Lanes are the trainer, the evaluations, the remote hosts if
+any joined, and every worker. The trainer's lane has steps, and its states in each. A worker's lane has its states, its
+updates, and its responses, in as many rows as ran at the same time. A worker's states follow on each other without a
+gap. A worker on a remote host reports no states, and has one bar from its start to its end.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ RESPONSE = (
     "finish_reason",
     "failure",
 )
-"""What a bar of a response says."""
+"""Fields in the details of a response's bar."""
 
 
 class Bar(NamedTuple):
@@ -41,8 +41,8 @@ class Bar(NamedTuple):
     end: float | None
     """Unix time, seconds. None for a moment."""
     kind: str
-    """`response`, `evaluation`, `step`, `update`, `away` (on a remote host), a state of
-    asyncrl/runlog/time_ledger.py, or of a moment `started`, `died`, `joined` or `left`."""
+    """`response`, `evaluation`, `step`, `update`, `away` (on a remote host), or a state of
+    asyncrl/runlog/time_ledger.py. A moment has `started`, `died`, `joined` or `left`."""
     name: str
     """Its label. A response is labelled by its oldest version, because Perfetto colours bars by their names."""
     details: dict
@@ -138,7 +138,7 @@ def _hosts(records: list[dict]) -> list[Bar]:
 
 
 def _details(record: dict, *names: str) -> dict:
-    """Return those of the named fields that a record has."""
+    """Return the named fields that a record has."""
     return {name: record[name] for name in names if record.get(name) is not None}
 
 
@@ -178,7 +178,7 @@ def _worker(records: list[dict], is_remote: bool, last: float) -> list[Bar]:
 
 def _states(changes: list[tuple[float, str, str]], last: float) -> list[Bar]:
     """Return a bar per state from its changes (time, state, reason). The last state ends at `last`."""
-    # A worker that restarts has a new clock, which may be behind the reported time of the death.
+    # A worker that restarts has a new clock. It can be behind the reported time of the death.
     times = list(accumulate((time for time, _, _ in changes), max))
     spans = pairwise([*times, last])
     return [

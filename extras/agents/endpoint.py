@@ -45,7 +45,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def admit(self, ticket_id: int, session: "AgentEpisode") -> Iterator[str]:
-        """Yield the key of a trajectory, by which its calls are known until the end of the block."""
+        """Yield the key of a trajectory. It identifies the calls of the trajectory until the end of the block."""
         key = f"{ticket_id}-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         try:
@@ -142,7 +142,7 @@ class Endpoint:
 class InProcessTransport(httpx2.AsyncBaseTransport):
     """Carries calls to an endpoint of the same process, without a socket.
 
-    It may be used in another thread than the endpoint, which answers in the event loop of `loop`.
+    It may be used in another thread than the endpoint. The endpoint answers in the event loop of `loop`.
     """
 
     def __init__(self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop) -> None:

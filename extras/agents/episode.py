@@ -37,14 +37,14 @@ from extras.agents.template import Template
 
 @dataclass
 class Agents:
-    """What all trajectories of a worker share."""
+    """The parts that all trajectories of a worker share."""
 
     agent: Agent
     endpoint: Endpoint
     template: Template
     replies: Replies
     rewards: RewardPool | None
-    """What scores the text that an agent returns, with --reward."""
+    """Scores the text that an agent returns, with --reward."""
 
     def close(self) -> None:
         """Close the port, and end the processes that score."""
@@ -77,17 +77,17 @@ class AgentEpisode(Episode):
         self._left_s = config.env_timeout_s
         """Time that the agent had left when its newest call came, seconds."""
         self._engine_error: Exception | None = None
-        """What the engine raised; it ends the worker, and the ticket is issued again."""
+        """The error that the engine raised. It ends the worker, and the ticket is issued again."""
         self._spans: list[tuple[float, float]] = []
         """When the sampling of each call began and ended, Unix times in seconds."""
         self._is_scored = False
-        """Whether the agent has ended, and its reward is awaited."""
+        """True if the agent has ended, and its reward is awaited."""
         self._is_late = False
-        """Whether the agent was ended because it took too long."""
+        """True if the agent was ended because it took too long."""
         self._is_used_up = False
-        """Whether a call was cut or refused because all tokens are used up."""
+        """True if a call was cut or refused because all tokens are used up."""
         self._is_out_of_context = False
-        """Whether the newest call was refused because its messages are too long."""
+        """True if the newest call was refused because its messages are too long."""
 
     # The agent
 
@@ -179,7 +179,7 @@ class AgentEpisode(Episode):
             self._start_clock(self._left_s if is_refused else self.config.env_timeout_s)
 
     async def give_up(self, call: asyncio.Task) -> None:
-        """End a call whose client has gone. What was sampled stays in the trajectory."""
+        """End a call whose client has gone. Sampled tokens stay in the trajectory."""
         await self._proxy.abort([self._open.get(call)])
 
     async def _generate_noted(self, request_id: str, *arguments) -> Completion:
@@ -224,7 +224,7 @@ class AgentEpisode(Episode):
             return self.calls.begin_chat(messages, request.given_tools)
         except RequestError:
             raise
-        # templates are foreign code, and tokenizers raises nothing special
+        # templates are foreign code, and tokenizers has no special errors
         except Exception as error:
             raise RequestError(f"The messages cannot be encoded: {one_line(error)}") from None
 
@@ -260,9 +260,9 @@ class AgentEpisode(Episode):
     def _kept(self, completion: Completion, stops: list[str]) -> Completion:
         """Return the beginning of a response that stays.
 
-        It ends where it first has one of the texts that the agent asked to stop at, and at the limit of the trajectory:
-        calls that are sampled at the same time may exceed it together. A beginning of what was sampled is what would
-        have been sampled with such an end. The rest counts as discarded.
+        It ends at the first stop text that the agent asked for, and at the limit of the trajectory. Calls that are
+        sampled at the same time can exceed this limit together. Sampling with such an end would have given the same
+        beginning. The rest counts as discarded.
         """
         tokens, reason = completion.tokens, completion.finish_reason
         whole = self._agents.template.decode(tokens) if stops else ""

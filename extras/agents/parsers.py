@@ -14,7 +14,7 @@ PACKAGES = {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}
 
 
 def parser_names(package: str) -> list[str]:
-    """Return the parsers in a package of vLLM; none without vLLM."""
+    """Return the parsers in a package of vLLM; empty without vLLM."""
     vllm = find_spec("vllm")
     if vllm is None:
         return []

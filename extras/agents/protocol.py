@@ -1,4 +1,4 @@
-"""What an agent may ask for in OpenAI's form, and how it is answered: requests, replies, streams and errors."""
+"""Requests of agents in OpenAI's form, and their answers: replies, streams and errors."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from pydantic import (
 from asyncrl.config import Config
 
 _NUMBERS = itertools.count()
-"""Of answers. A random id would be read from the kernel, and Python lets another thread go on for milliseconds then."""
+"""Numbers of answers. A random id would be read from the kernel. Python then runs another thread for milliseconds."""
 
 
 class RequestError(Exception):
@@ -80,7 +80,7 @@ class _Tool(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation. What a template cannot show, such as a refusal, is passed over."""
+    """A message of a conversation. Fields that a template cannot show, such as a refusal, are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
@@ -102,7 +102,7 @@ class Message(BaseModel):
 
 
 def _parsed(arguments: str) -> Any:
-    """Return the JSON in the arguments of a tool call; the text itself if it is none."""
+    """Return the JSON in the arguments of a tool call, or the text if it is not JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def _parsed(arguments: str) -> Any:
 
 
 class _Sampling(_WithoutNulls):
-    """What chat and plain completions have in common. `model` may be any; others are ignored where the run decides."""
+    """Fields that chat and plain completions share. `model` may be any. Other fields are ignored if the run decides."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = ""
@@ -128,7 +128,7 @@ class _Sampling(_WithoutNulls):
 
     @property
     def stops(self) -> list[str]:
-        """Texts at which a response ends."""
+        """Texts that end a response."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 

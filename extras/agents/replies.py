@@ -5,9 +5,9 @@ from asyncrl.engine.rewards import one_line
 from extras.agents.protocol import ChatRequest
 
 MISFITS = (KeyError, RuntimeError, ValueError)
-"""What vLLM's parsers raise if the tokenizer lacks their tokens, or if they read something else than text."""
+"""Errors of vLLM's parsers if the tokenizer lacks their tokens, or if they read something else than text."""
 UNREADABLE = (KeyError, RecursionError, TypeError, ValueError)
-"""What vLLM's parsers `internlm` and `dots` raise for text of a wrong form. All others give it back as text."""
+"""Errors of vLLM's parsers `internlm` and `dots` for text of a wrong form. Other parsers give it back as text."""
 TRIAL_TOOL = {"type": "function", "function": {"name": "trial"}}
 
 
@@ -20,7 +20,7 @@ class Replies:
         if config.tool_parser or config.reasoning_parser:
             from vllm.tokenizers.hf import get_cached_tokenizer
 
-            # Each reply has a parser, which asks for the whole vocabulary.
+            # Each reply has a parser, and the parser asks for the whole vocabulary.
             self._tokenizer = get_cached_tokenizer(tokenizer)
         self._tool_parser = self._reasoning_parser = None
         self.num_unread = 0
@@ -39,7 +39,7 @@ class Replies:
             self._check_fit("--reasoning-parser", config.reasoning_parser, config.model)
 
     def _check_fit(self, option: str, name: str, model: str) -> None:
-        """Read an empty text, so that a parser that can read none is refused before anything is sampled."""
+        """Read an empty text, so that a parser that cannot read it is refused before sampling begins."""
         try:
             self._parse("", _asked([TRIAL_TOOL]))
         except MISFITS as error:
@@ -49,9 +49,9 @@ class Replies:
             ) from None
 
     def read(self, said: str, request: ChatRequest) -> dict:
-        """Return the assistant's message for sampled text, which has its special tokens, but for the stop token.
+        """Return the assistant's message for sampled text. The text has its special tokens without the stop token.
 
-        What a parser cannot read is text: a policy may write anything.
+        Parts that a parser cannot read stay text, because a policy may write anything.
         """
         message = {"role": "assistant", "content": said}
         tools = request.given_tools

@@ -1,4 +1,4 @@
-"""How an agent is run: a coroutine of user code, or a program. Both get the endpoint, a key and a problem."""
+"""Runs an agent: a coroutine of user code, or a program. Both get the endpoint, a key and a problem."""
 
 import asyncio
 import contextlib
@@ -34,9 +34,9 @@ MAX_THREADS = 4096
 class Coroutines:
     """Agents that are coroutines, such as `async def run(client, problem)` of a file.
 
-    They share an event loop in a thread of its own. The worker's loop samples meanwhile, whatever they compute. One
-    that blocks keeps the others waiting. If it blocks for longer than its time limit, it keeps the thread, and the
-    others get a new one.
+    They share an event loop in a separate thread. The worker's loop samples meanwhile, whatever they compute. An agent
+    that blocks keeps other agents waiting. If it blocks for longer than its time limit, it keeps the thread. The other
+    agents then get a new one.
     """
 
     def __init__(self, task: str, function: Callable[..., Awaitable]) -> None:
@@ -89,7 +89,7 @@ class Coroutines:
             await http_client.aclose()
 
     def _place(self, error: BaseException) -> str:
-        """Return the task, and the line of its file in which the error was raised."""
+        """Return the task, and the line of its file that raised the error."""
         function = inspect.unwrap(getattr(self._function, "func", self._function))  # of a partial
         code = getattr(function, "__code__", None)
         file, place = code and code.co_filename, self._task
@@ -106,7 +106,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 class Programs:
-    """Agents that are programs. Each trajectory has a process, which reads the problem as JSON from stdin."""
+    """Agents that are programs. Each trajectory has a process. It reads the problem as JSON from stdin."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -152,7 +152,7 @@ class Programs:
 
 
 Agent = Coroutines | Programs
-"""What is run for each trajectory. `run` returns a reward, its parts, or a text. It raises Failed."""
+"""The agent of each trajectory. `run` returns a reward, its parts, or a text. It raises Failed."""
 
 
 async def _read_limited(process: asyncio.subprocess.Process, output: bytearray) -> None:

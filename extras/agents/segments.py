@@ -1,13 +1,13 @@
 """The calls of one agent, and the segments of tokens that they add up to.
 
-What the engine sampled is never tokenised again. A call whose messages extend an earlier call and the reply to it has
-that call's exact tokens as the beginning of its prompt. Two things are compared: the messages, and then the text that
-the chat template makes of them. Everything else begins a new branch: another conversation, a shortened history, a
+Sampled tokens are never tokenised again. The messages of a call can extend an earlier call and the reply to it. Then
+its prompt begins with the exact tokens of that call. Two things are compared: the messages, and then the text that the
+chat template makes of them. Everything else begins a new branch: another conversation, a shortened history, a
 sub-agent, or a template that drops earlier thoughts.
 
-A chain of calls, each of which extends the one before, is one segment. Of several calls that extend the same call, the
-first continues its segment, and each other one begins a branch. In a branch the tokens of earlier calls are context and
-off the loss mask. So a sampled token is trained once.
+A chain of calls that extend each other is one segment. If several calls extend the same call, the first one continues
+its segment, and each other one begins a branch. In a branch the tokens of earlier calls are context and off the loss
+mask. So a sampled token is trained once.
 """
 
 import json
@@ -22,20 +22,20 @@ class Call:
     """One request of an agent, and what was sampled for it."""
 
     messages: list[dict]
-    """What the template renders. An earlier reply is in them as the text that was sampled."""
+    """Messages for the template. An earlier reply is in them as the text that was sampled."""
     text: str
-    """What the prompt's tokens say."""
+    """The text of the prompt's tokens."""
     tokens: list[int]
     """The prompt."""
     key: tuple[str, ...] = ()
-    """The tools and messages that the agent sent, in a form that is equal for equal ones; empty for a plain text."""
+    """The agent's tools and messages, in a form that is equal if they are equal; empty for a plain text."""
     parent: "Call | None" = None
     """The call whose tokens the prompt begins with."""
     completion: Completion | None = None
     said: str = ""
     """The text that was sampled, without the token that ended it."""
     end: str = ""
-    """The text of the token that ended it; empty if there is none."""
+    """The text of the token that ended it; empty without such a token."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Calls:
         return self._add(Call([], prompt, self._template.encode_plain(prompt)))
 
     def _continued(self, earlier: Call, text: str) -> list[int]:
-        """Return a prompt: the exact tokens of an earlier call, and those of the rest of the text."""
+        """Return a prompt: the exact tokens of an earlier call, and the tokens of the remaining text."""
         rest = text[len(earlier.text + earlier.said) :]
         tokens = [*earlier.tokens, *earlier.completion.tokens]
         if earlier.end and rest.startswith(earlier.end):
@@ -116,7 +116,7 @@ class Calls:
             self._texts.append(call)
 
     def segments(self) -> list[Segment]:
-        """Return the segments of all calls for which a token was sampled, in the order in which they began."""
+        """Return the segments of all calls that have a sampled token, in the order of their beginnings."""
         chains: dict[Call, list[Call]] = {}
         for call in self._calls:
             if call.completion is None or not call.completion.tokens:
@@ -131,7 +131,7 @@ class Calls:
 
 
 def _segment(chain: list[Call]) -> Segment:
-    """Return the tokens of a chain of calls, in which only what they sampled themselves is a turn."""
+    """Return the tokens of a chain of calls. Only tokens that these calls sampled are a turn."""
     last = chain[-1]
     turns = [(len(call.tokens), call.completion) for call in chain]
     return Segment([*last.tokens, *last.completion.tokens], turns)

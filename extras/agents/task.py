@@ -1,4 +1,4 @@
-"""Problems of agents: rows of --data-path, or those that the agent's file gives. A worker gets a problem as a dict."""
+"""Problems of agents: rows of --data-path, or rows that the agent's file gives. A worker gets a problem as a dict."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from data.tables import Rows, RowTask, load_splits, placed
 from extras.agents import verifiers_task
 
 MAX_PROBLEMS = 100_000
-"""Problems that are taken of those that a file gives."""
+"""Most problems that are taken from a file."""
 
 
 class AgentTask(RowTask):

@@ -22,9 +22,9 @@ class Template:
         )
 
     def encode(self, text: str, after: str = "") -> list[int]:
-        """Return the tokens of a text that stands behind another one, whose tokens are known.
+        """Return the tokens of a text that is behind another one, whose tokens are known.
 
-        Some tokenizers treat the beginning of a text in a way of their own, so the text before is encoded along.
+        Some tokenizers treat the beginning of a text specially. So both texts are encoded together.
         """
         whole = self._tokenizer.encode(after + text, add_special_tokens=False)
         return whole[self._num_tokens(after) :]
@@ -34,7 +34,7 @@ class Template:
         return len(self._tokenizer.encode(end, add_special_tokens=False))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of a text without a template, with those that the tokenizer puts before each text."""
+        """Return the tokens of a text without a template, with the tokens that the tokenizer puts before each text."""
         return encode_text(text, self._tokenizer)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Template:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def split_end(self, tokens: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Return the tokens of a response without the one that ended it, and the text of that one; it may have none."""
+        """Return the tokens of a response without its stop token, and the text of that token or an empty text."""
         if tokens and tokens[-1] in self._stop_token_ids:
             return tokens[:-1], self.decode(tokens[-1:])
         return tokens, ""

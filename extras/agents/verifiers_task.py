@@ -14,7 +14,7 @@ PREFIX = "verifiers:"
 INSTALL = "pip install verifiers==0.3.1"
 """0.4 needs another release of openai than vLLM."""
 ERRORS_OF_THE_POLICY = ("EmptyModelResponseError", "ToolParseError")
-"""Errors of verifiers for what the policy wrote. Such trajectories are trained, or nothing would speak against them."""
+"""Errors of verifiers for what the policy wrote. Such trajectories are trained, so that they are discouraged."""
 
 
 def load_environment(task: str, task_args: Iterable[str]) -> Any:
@@ -73,7 +73,7 @@ def _read_arguments(
 
 
 def splits_of(environment: Any, name: str) -> dict[str, Rows]:
-    """Return the rows of an environment: those to train on, and those to evaluate on. One of the two may be missing."""
+    """Return the rows of an environment: rows to train on, and rows to evaluate on. One of the two may be missing."""
     rows, held_out = environment.build_dataset(), environment.build_eval_dataset()
     if rows is None:  # a benchmark; some of its rows are then held out
         return {"": placed(held_out, name)}

@@ -55,7 +55,7 @@ def _agent_of(config: Config) -> Agent:
 
 
 class AgentPlugin(Plugin):
-    """What a task that is a program with calls of the policy changes."""
+    """The changes of a task that is a program with calls of the policy."""
 
     rules = RULES
     rollout_worker = AgentWorker

@@ -37,15 +37,15 @@ TOKEN = np.dtype(
 )
 """A trained token that was scored again. `response` numbers its response, unique in the run. `lag` is in steps.
 `after_update`: an earlier token of the response has another version. The rest are log-probs, nats. `recorded` is the
-engine's. The trainer's are under the `stamped` version, the versions `before` and `after` it, and `now`, which is the
-version that the step trained. NaN stands for weights that are not kept."""
+engine's. The trainer's are under the `stamped` version, the versions `before` and `after` it, and `now`. `now` is the
+version that the step trained. NaN means that these weights are not kept."""
 SCORES = ("stamped", "now", "before", "after")
 SURE = 4.0
 """Standard errors of an alarm. One healthy test in 30,000 exceeds it by chance, if its mean is at the limit."""
 MIN_TOKENS = 32
 """Fewest tokens of a mean that is judged."""
 MIN_RESPONSES = 8
-"""Fewest responses on each side of `growth`. A single one says nothing of the spread between responses."""
+"""Fewest responses on each side of `growth`. A single response does not show the spread between responses."""
 MIN_SHIFT = 0.005
 """Smallest shift of an alarm, nats. Engine and trainer may cut a nucleus (top_p) at other tokens."""
 ROUNDING = 0.1
@@ -61,7 +61,7 @@ class Evidence(NamedTuple):
 
 
 def describe_tokens(tokens: np.ndarray) -> dict[str, float]:
-    """Return means over tokens [N] of TOKEN and over those of each lag bucket, by their names in the log.
+    """Return means over tokens [N] of TOKEN, and over each lag bucket of them, by their names in the log.
 
     `mismatch` is `recorded` − `stamped`, and `drift` is `stamped` − `now`, in nats per token.
     """
@@ -80,9 +80,9 @@ def judge(
     """Return the values of the rules, and `alarm_RULE` 1 or 0 for each, by their names in the log.
 
     A window is the tokens [N] of TOKEN of the newest checks. A new fault shows best in a short window, a small one in a
-    long window. Each rule takes the window in which it is surest. `allowed` is the probe's limit, nats. Without
-    `judges_after_update`, tokens that follow an update within their response are left out. --on-update keep computes
-    them with older keys on purpose.
+    long window. Each rule takes its surest window. `allowed` is the probe's limit, nats. Without `judges_after_update`,
+    tokens that follow an update within their response are left out. The option `--on-update keep` computes them with
+    older keys on purpose.
     """
     judged = []
     for tokens in windows:

@@ -26,8 +26,8 @@ MAX_OBSERVATION = 100_000  # characters: fast to tokenise, and a thousand of the
 class MultiTurn:
     """A gymnasium environment of text, called off the event loop and with a timeout.
 
-    What it returns is checked and tokenised in the same call: a fault of its own is no fault of ours, and a long
-    observation keeps nobody waiting.
+    Its results are checked and tokenised in the same call. So a fault of the environment is not a fault of this code. A
+    long observation does not delay other trajectories.
     """
 
     pool: "EnvironmentPool"
@@ -117,7 +117,7 @@ class EnvironmentPool:
         self._make = make
 
     def take(self):
-        """Return an environment that nobody else uses. Any thread may call it, as making one is foreign code too."""
+        """Return an unused environment. Any thread may call it, because making an environment is foreign code, too."""
         try:
             return self.idle.pop()
         except IndexError:
@@ -125,7 +125,7 @@ class EnvironmentPool:
 
     @staticmethod
     def close_in_thread(environment: Any) -> None:
-        """Close an environment, as far as it can be closed: this waits for nothing, and no error counts."""
+        """Close an environment, as far as it can be closed: this does not wait, and no error counts."""
 
         def close() -> None:
             with contextlib.suppress(BaseException):  # foreign code may raise anything
@@ -140,13 +140,13 @@ class EnvironmentPool:
 
 
 async def call_in_thread(function: Callable, *arguments, timeout_s: float) -> Any:
-    """Return the function's result, off the event loop, in a daemon thread: one that hangs stops nobody, not even at
-    exit.
+    """Return the function's result, off the event loop, in a daemon thread.
 
+    A thread that hangs does not stop the process, not even at exit.
     Raises Failed if the function raises anything at all, or takes too long.
     """
     result: Future = Future()
-    result.set_running_or_notify_cancel()  # from here on nobody can stop it, only wait no longer
+    result.set_running_or_notify_cancel()  # from here on it cannot be stopped; a caller can only stop waiting
 
     def run() -> None:
         try:

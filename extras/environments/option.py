@@ -1,4 +1,4 @@
-"""What environments of several turns change: the task, and the environments of a worker.
+"""The changes of environments of several turns: the task, and the environments of a worker.
 
 Importing this costs little. The worker's part imports the engine's.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentPlugin(Plugin):
-    """What a task that is an environment changes."""
+    """The changes of a task that is an environment."""
 
     def prepare_task(self, config: "Config") -> Callable[[], "Task"]:
         """Return a function that makes the task. Raises ValueError for a wrong name or argument."""

@@ -41,7 +41,7 @@ class EnvironmentTask(DrawnTask):
         self._conversation = functools.cache(Conversation)
 
     def first_observation(self, problem: Problem) -> str:
-        """What the environment asks. Raises ValueError, in one line, if user code does not give a text."""
+        """Return the environment's first question. Raises ValueError, in one line, if user code gives no text."""
         with user_code.errors_as_value_error(self._name):
             observation, _ = self._environment.reset(seed=problem.environment_seed)
         if not isinstance(observation, str):

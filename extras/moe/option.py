@@ -1,6 +1,6 @@
-"""What `--optim.seq-aux-loss-coef` changes: the check of a model, and the policy of a model with experts.
+"""The changes of `--optim.seq-aux-loss-coef`: the check of a model, and the policy of a model with experts.
 
-Importing this costs nothing; what the policy needs imports transformers.
+Importing this is cheap. The policy's part imports transformers.
 """
 
 from typing import TYPE_CHECKING

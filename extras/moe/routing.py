@@ -1,10 +1,10 @@
 """Mixtures of experts: what their routers choose, in the metrics, and a loss that balances the experts.
 
-The loss is that within a sequence of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), of a router's softmax p over E
-experts, of which k are chosen: the mean over sequences and layers of Σₑ fₑ·Pₑ, where fₑ is E/k times the share of the
-sequence's tokens for which e is among the k likeliest, and Pₑ the mean of p. It is 1 where all experts are chosen
-alike, and larger otherwise. As it is made of whole sequences, packing cannot change it. All tokens count,
-also those of the prompt.
+The loss is that within a sequence of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20). A router has a softmax p over
+E experts and chooses k of them. The loss is the mean over sequences and layers of Σₑ fₑ·Pₑ. There fₑ is E/k times the
+share of the sequence's tokens that have e among the k likeliest. Pₑ is the mean of p. The loss is 1 if all experts are
+chosen alike, and larger otherwise. Packing cannot change it, because it is made of whole sequences. All tokens count,
+also tokens of the prompt.
 
 Differs from families that choose by a sigmoid, a bias or groups: the likeliest by the logits are counted.
 """
@@ -34,7 +34,7 @@ class Routing(PolicyPlugin):
         self._gives_chances = type(routers[0]).__name__ in _GIVE_CHANCES
         self._top_k = torch.tensor([_top_k(router, model.config) for router in routers])
         self._outputs: list[Tensor] | None = None
-        """Of the routers that the forward pass has met; None in the backward pass, which may compute layers again."""
+        """Outputs of routers in the forward pass so far. None in the backward pass: it may compute layers again."""
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []
         self._routers = routers
         model.base_model.register_forward_pre_hook(self._begin)
@@ -59,7 +59,7 @@ class Routing(PolicyPlugin):
             router.kept_output = output.flatten(0, -2).float()
 
     def _take(self, layer: nn.Module | None = None, inputs: tuple = ()) -> None:
-        """Take what routers have left, which keeps all that their layer has computed; drop it in the backward pass."""
+        """Take the outputs that routers have left: they keep their layer's tensors. In the backward pass drop them."""
         for router in self._routers:
             kept = router.__dict__.pop("kept_output", None)
             if kept is not None and self._outputs is not None:
@@ -72,7 +72,7 @@ class Routing(PolicyPlugin):
         if not self._weight:
             outputs = outputs.detach()
         sequence_ids = (batch.position_ids.flatten() == 0).cumsum(0) - 1
-        # only sequences with a trained token count, as an update is divided by their number; padding has none
+        # only sequences with a trained token count, as an update is divided by their number; padding has no such token
         is_counted = torch.isin(sequence_ids, sequence_ids[batch.sources])
         sequence_ids = sequence_ids[is_counted]
         lengths = sequence_ids.bincount(minlength=1)
@@ -101,9 +101,9 @@ class Routing(PolicyPlugin):
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all micro-batches since the last call, equal on all ranks; collective.
 
-        `experts/load_max` is the load of the busiest expert over the mean one, and `experts/unused` the share of
-        experts that no token chose, both means over layers; `experts/entropy` is a token's, nats; `experts/balance` is
-        the loss.
+        `experts/load_max` is the load of the busiest expert over the mean one. `experts/unused` is the share of experts
+        that no token chose. Both are means over layers. `experts/entropy` is a token's, nats. `experts/balance` is the
+        loss.
         """
         load, totals, counts = (sum(column) for column in zip(*self._sums, strict=True))
         self._sums = []
@@ -118,7 +118,7 @@ class Routing(PolicyPlugin):
 
 
 def find_routers(model: PreTrainedModel, weight: float) -> tuple[list[nn.Module], int]:
-    """Return the routers of a model, and the index of the output [tokens, E] in the tuple that they may return.
+    """Return the routers of a model, and the index of their output [tokens, E] if they return a tuple.
 
     Raises ValueError for a `weight` above 0 of --optim.seq-aux-loss-coef and a model without routers.
     """

@@ -1,8 +1,8 @@
 """Advice on α, the split of devices, and the number of remote hosts, from the records of a run.
 
-`python scripts/advise.py runs/NAME` prints it, with its arithmetic: advisor.py for α and devices, and
-`rate_that_suffices` for hosts. A run is a record of scripts/runs.py: `metrics` has a row per step, `events` a table per
-kind of event, and `info` is run.json.
+`python scripts/advise.py runs/NAME` prints it, with its arithmetic. The arithmetic for α and devices is in advisor.py,
+and that for hosts in `rate_that_suffices`. A run is a record of scripts/runs.py: `metrics` has a row per step, `events`
+a table per kind of event, and `info` is run.json.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def config_of(run) -> Config:
 
 
 def advice_of(run) -> str:
-    """Return advice on remote hosts for a run with --listen, and on α and the split of devices for other runs.
+    """Return advice on remote hosts for a run with --listen. For other runs it is on α and the split of devices.
 
     Raises ValueError for a run that is too short, or that the arithmetic does not describe.
     """
@@ -91,7 +91,7 @@ def measure(run, config: Config, placement: Placement) -> Measured:
 
 
 def trained_responses(run, first: int):
-    """Return a table with a row per response and step after the `first` that trained on it: its event, and `step`."""
+    """Return a row per response and step after the `first` that trained on it: the response's event, and `step`."""
     groups = run.events["step"][["step", "groups"]].explode("groups").astype("Int64")
     groups = groups[groups["step"] > first]
     return groups.merge(run.events["trajectory"], left_on="groups", right_on="group")
@@ -115,7 +115,7 @@ def describe_lag(run, config: Config) -> str:
 
 
 def _busy_s(steps) -> float:
-    """Return the mean time of a step in which the trainer did not wait, seconds."""
+    """Return the mean time of a step without waits of the trainer, seconds."""
     return (steps["time/step_s"] - steps["time/wait_s"]).mean()
 
 
@@ -174,7 +174,7 @@ class RemoteHosts:
 
 
 def rate_that_suffices(m: RemoteHosts) -> float:
-    """Return responses/s of all hosts with which the trainer does not wait; infinite if no rate is enough.
+    """Return the least responses/s of all hosts to keep the trainer busy; infinite if no rate is enough.
 
     ECHO-2 (arXiv 2602.02192): the responses of κ steps and one broadcast of weights fit into κ steps of training,
 

@@ -1,18 +1,18 @@
-"""Arithmetic on which split of devices and which async_ratio balance rollout and training.
+"""Arithmetic on the split of devices and the async_ratio that balance rollout and training.
 
-extras/planning/advice.py applies it to measurements of a run, and extras/planning/planner.py to computed rates.
+It is applied to measurements of a run (extras/planning/advice.py) and to computed rates (extras/planning/planner.py).
 
-Two predictions of a step's seconds, from device-seconds per step: g of decoding, t of training, on R and S devices. L
-is the longest response of a step in seconds, α the async_ratio.
+There are two predictions of a step's seconds, from device-seconds per step. Decoding takes g of them on R devices.
+Training takes t of them on S devices. The longest response of a step takes L seconds, and α is the async_ratio.
 
     by the rates    max(g/R, t/S, (g/R + t/S)/(1+α)): no step is faster. A batch holds its place for g/R + t/S at least,
-                    and there are places for 1 + α batches
+                    and there are places for 1 + α batches.
     proposition 2   max(g/R + L/(1+α), t/S), and g/R + L + t/S at α = 0: an upper bound (ROLL Flash, arXiv 2510.11345).
-                    For 0 < α < 1 the paper has none. Ours is the larger of max(…) and (g/R + L + t/S)/(1+α)
+                    For 0 < α < 1 the paper has no bound. Ours is the larger of max(…) and (g/R + L + t/S)/(1+α).
 
 A measured step lies between the two, and other settings are expected to lie there, too.
 
-A worker of the paper serves one sample at a time and takes μ_gen for it, so N·μ_gen is its g. An engine decodes many
+A worker of the paper serves one sample at a time and takes μ_gen for it. So N·μ_gen is its g. An engine decodes many
 samples at once, and its share of one sample takes the place of μ_gen. E·N·μ_train is t.
 """
 
@@ -84,20 +84,21 @@ def predicted_lag(
 ) -> tuple[float, float]:
     """Return the mean staleness of trained groups in steps: by the rates, and with all places taken.
 
-    `alpha` is outstanding groups over those of a step, − 1. `group_steps` is T/s: the time of a group, from its first
-    start to its last end, over that of a step. `busy_share` is ρ, the share of a step in which the trainer works.
+    `alpha` is outstanding groups over the groups of a step, − 1. `group_steps` is T/s, the time of a group over that of
+    a step. A group lasts from its first start to its last end. `busy_share` is ρ, the share of a step that the trainer
+    works.
 
         by the rates        K + min(α, T/s + ρ)        K is publish_delay
         all places taken    K + α
 
-    A group that starts under version v and is trained on by version u is present at each of the u − v announcements
+    A group starts under version v and is trained on by version u. It is present at each of the u − v announcements
     between them. So without K the lag is the mean number of such groups at an announcement, over B. They are at most
-    α·B: there are (1 + α)·B places, and the batch that was just trained holds B.
+    α·B, because there are (1 + α)·B places. The batch that was just trained holds B of them.
 
-    If the trainer takes each batch as soon as B groups are ready, B·T/s groups run, by Little's law, and ρ·B have
-    ended since. Applied Compute (Predicting and controlling staleness in fully asynchronous RL training, 3 July 2026)
-    has this sum, with concurrency times tail over batch for T/s. Groups pile up, until all places are taken, behind a
-    straggler that must be waited for, and before a trainer that never waits.
+    If the trainer takes each batch when B groups are ready, B·T/s groups run, by Little's law. Another ρ·B have ended
+    since then. Applied Compute has this sum, with concurrency times tail over batch for T/s (Predicting and
+    controlling staleness in fully asynchronous RL training, 3 July 2026). Groups pile up behind a straggler that must
+    be waited for, and before a trainer that never waits. They do so until all places are taken.
     """
     return publish_delay + min(alpha, group_steps + busy_share), publish_delay + alpha
 

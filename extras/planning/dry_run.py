@@ -1,8 +1,8 @@
 """Dry run: the checks, placement, memory and predicted step of a run on GPUs that need not be here.
 
 Task, rewards, model and prompts are checked by the functions of the run, in front of its engine. Placement and memory
-are planned as in a run, and the step is predicted by the planner (extras/planning/README.md). Nothing is started, no
-weights are fetched, and the model's config.json is enough.
+are planned as in a run. The planner predicts the step (extras/planning/README.md). No process is started, no weights
+are fetched, and the model's config.json is enough.
 """
 
 import os
@@ -58,7 +58,8 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
     """Yield lines on a run on `gpus`, for example 8xH100 or 2x8xH100, by default on this machine.
 
     Each machine has as many trainer ranks as torchrun's --nproc-per-node, or the best number. Raises ValueError, in one
-    line, for unknown GPUs, a model that does not fit, and inputs that a run refuses before its engine starts.
+    line, for unknown GPUs and a model that does not fit. It also does so for inputs that a run refuses before its
+    engine starts.
     """
     if given.run_name and not given.resume:
         check_is_free(Path(given.runs_dir, given.run_name))
@@ -91,7 +92,7 @@ def dry_run(given: Config, gpus: str | None) -> Iterator[str]:
 
 
 def _read_task(given: Config, gpus: str | None) -> Task | None:
-    """Return the task; None if its rows are on the hub and this machine, which need not train, does not reach it."""
+    """Return the task, or None if this machine does not reach the hub with its rows. This machine need not train."""
     try:
         return read_task(given, Cluster())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Fit a run into the memory of its GPUs: choose the savings of `--save-memory auto`, and an engine's share of a GPU.
+"""Fit a run into its GPUs' memory: choose the savings of `--save-memory auto`, and an engine's share of a GPU.
 
 A run calls `fit_memory` before it loads anything. A dry run calls the same functions for GPUs that are not here.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def plan_memory(
     config: Config, placement: Placement, shape: ModelShape, gpus: list[Gpu], sharing: Sharing
 ) -> tuple[Placement, str]:
-    """Check that the model fits this node's GPUs and host memory, and give an engine its part of a shared GPU.
+    """Check that the model fits this node's GPUs and host memory. Give an engine its part of a shared GPU.
 
     Returns the placement with that part, and the arithmetic as text.
     Raises ValueError, with the arithmetic, if the model cannot fit.
@@ -74,7 +74,8 @@ def first_that_fits(
 ) -> int:
     """Return the index of the first options that fit, estimates included.
 
-    If none fits the host, it is that of the first that fits the GPUs. If none fits these, it is the last.
+    If no options fit the host, it is the index of the first that fit the GPUs. If no options fit the GPUs, it is the
+    last.
     """
     strict = replace(sharing, is_strict=True)
     for limits in (strict, replace(strict, host_bytes=math.inf)):

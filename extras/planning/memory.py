@@ -26,7 +26,7 @@ CONTEXT_BYTES = int(1.2 * GIB)
 GRAPH_BYTES = GIB
 """CUDA graphs of an engine."""
 ERROR = 0.25
-"""Relative excess of a step over the GPU at which a run is refused."""
+"""Largest relative excess of a step over the GPU. A run with more is refused."""
 SPARE = 0.05
 """Share of the GPU that an engine gets beyond its need, if it is free, because its overheads are estimates."""
 LINKS_BYTES = 2 * GIB
@@ -34,7 +34,7 @@ LINKS_BYTES = 2 * GIB
 PULLED_COPIES = 5
 """Versions of the weights for hosts that pull: three are kept, one is announced, one is being made."""
 CHUNK_ROWS, KEPT_LOGITS = 1024, 2**28
-"""Those of asyncrl/trainer/logprobs.py, which imports torch."""
+"""Equal to the constants of asyncrl/trainer/logprobs.py. That file imports torch."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 WAYS_OUT = (
     "try --save-memory head activations optimizer, a lower --max-tokens-per-microbatch, a lower "
@@ -67,7 +67,7 @@ class Sharing:
     stages: bool = True
     """True if weights are staged on rank 0's GPU, for ipc or nccl."""
     is_strict: bool = False
-    """True if a step must fit by the estimates, too, and an engine on the same GPU must have room for a quarter of its
+    """True if a step must fit by the estimates, too. An engine on the same GPU must then have room for a quarter of its
     requests. Responses rarely have the longest allowed length."""
     host_bytes: float = math.inf
     """Host memory for the run. Infinite by default, because a planned machine need not be here."""
@@ -148,7 +148,7 @@ def whole_gradients(config: Config, shape: ModelShape) -> int:
 
 
 def _pass_items(config: Config, shape: ModelShape, num_ranks: int) -> list[Item]:
-    """Return the memory of a pass over one micro-batch, at the higher of its peaks: in the head, or in a layer."""
+    """Return the memory of a pass over one micro-batch at its higher peak: in the head, or in a layer."""
     tokens, per_layer, hidden = (
         microbatch_tokens(config, num_ranks),
         saved_bytes_per_token(shape, config.compile is not False),
@@ -201,8 +201,9 @@ def _head_item(config: Config, shape: ModelShape, tokens: int) -> Item:
 def ways_to_fit(config: Config) -> list[Config]:
     """Return the options, or if --save-memory is auto the options with all combinations of savings, cheapest first.
 
-    Savings in the order of their cost: gathering layers in each micro-batch; embedding and head, too; smaller
-    micro-batches; weights staged in host memory if --weight-sync is auto; recomputation; the optimizer in host memory.
+    The cheapest saving gathers layers in each micro-batch. The next one gathers embedding and head, too. Then come
+    smaller micro-batches, and weights staged in host memory if --weight-sync is auto. Recomputation is next, and the
+    optimizer in host memory is last.
     """
     if "auto" not in config.save_memory:
         return [config]
@@ -235,10 +236,11 @@ def microbatch_tokens(config: Config, num_ranks: int) -> int:
 def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
     """Return the bytes that one layer keeps of one token for the backward pass: bfloat16, float32 in norms.
 
-    A layer keeps two norms of the hidden state, norms of queries and keys, queries, keys, values, the attention output
-    with its sums, and four tensors of the feed-forward layer. With a mask keys and values are kept once per query head.
-    A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again. A mixture keeps inputs
-    and outputs of experts, too: grouped products need the one, gradients of the router's weights the other.
+    A layer keeps two norms of the hidden state, norms of queries and keys, queries, keys and values. It also keeps the
+    attention output with its sums, and four tensors of the feed-forward layer. With a mask keys and values are kept
+    once per query head. A compiled layer computes the norms' float32 and one tensor of the feed-forward layer again. A
+    mixture keeps inputs and outputs of experts, too. Grouped products need the inputs. Gradients of the router's
+    weights need the outputs.
     """
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
@@ -259,7 +261,7 @@ def saved_bytes_per_token(shape: ModelShape, is_compiled: bool) -> int:
 def host_items(
     config: Config, shape: ModelShape, sharing: Sharing, placement: Placement
 ) -> list[Item]:
-    """Return the host memory of a run's tensors on the first machine, which has a placement."""
+    """Return the host memory of a run's tensors on the first machine. Only this machine has a placement."""
     trained, weights = trained_parameters(config, shape), 2 * shape.num_parameters
     held, buffers = config.publish_delay, 2 * (placement.transport == "shm")
     offloads, has_frozen = "optimizer" in config.save_memory, config.lora_rank or config.kl_coef
@@ -358,10 +360,10 @@ def plan_shared(
 ) -> tuple[float, int | None, str]:
     """Divide a GPU between a trainer rank and an engine.
 
-    The engine gets a KV cache for all running requests at full length, or the rest, but at least for one sequence.
-    Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text. With
-    gpu_memory_utilization vLLM decides on the KV cache. Otherwise raises ValueError, with the arithmetic, if the parts
-    do not fit.
+    The engine gets a KV cache for all running requests at full length, or the rest of the GPU. The cache has room for
+    one sequence at least. Returns its share of the GPU's memory, the bytes of its KV cache, and the arithmetic as text.
+    With gpu_memory_utilization vLLM decides on the KV cache. Otherwise raises ValueError, with the arithmetic, if the
+    parts do not fit.
     """
     resident = resident_items(config, shape, sharing)
     step = step_items(config, shape, sharing)
@@ -396,7 +398,7 @@ def plan_shared(
 
 
 def _kv_cache(config: Config, shape: ModelShape, room: float, least: int) -> Item:
-    """Return the cache for all running requests at full length, or for as many as fit, but at least for `least`."""
+    """Return the cache for as many running requests at full length as fit, but at least for `least`."""
     sequence_bytes = config.max_sequence_tokens * kv_bytes_per_token(shape, 1)
     sequences = max(least, min(config.max_running_requests, int(room // sequence_bytes)))
     how = f"{sequences} of {config.max_running_requests} sequences × {config.max_sequence_tokens} tokens"
@@ -428,8 +430,8 @@ def check_trainer(config: Config, shape: ModelShape, gpu: Gpu, sharing: Sharing)
 def plan_alone(config: Config, shape: ModelShape, gpu: Gpu) -> tuple[int | None, str]:
     """Return the bytes of the KV cache of an engine that has GPUs for itself, and the arithmetic as text.
 
-    This GPU is the fullest of them. vLLM would fill its whole share with keys and values, and leave no room for an
-    update of the weights. The cache is for all running requests at full length, or the rest. With
+    This GPU is the fullest of them. By default vLLM would fill its whole share with keys and values. An update of the
+    weights would then have no room. The cache is for all running requests at full length, or the rest. With
     gpu_memory_utilization vLLM decides, and the bytes are None. Raises ValueError if there is no room for one sequence.
     """
     engine = engine_items(config, shape, config.rollout_tp)

@@ -49,14 +49,14 @@ def options_of(config: Config) -> list[str]:
 
 
 def save_s(config: Config, num_parameters: int) -> float:
-    """Return the seconds in which a checkpoint is written, about."""
+    """Return the approximate seconds that writing a checkpoint takes."""
     return sum(checkpoint_bytes(config, num_parameters, "cuda")) / DISK_BYTES_PER_S
 
 
 def torchrun(machines: int, gpus: int, save_s: float) -> list[str]:
     """Return the words that start trainer ranks on each of some machines.
 
-    A run that is stopped gets at least twice the time of a checkpoint, `save_s`, if that is longer than torchrun gives.
+    A run that is stopped gets at least twice the time of a checkpoint, `save_s`. Otherwise it gets torchrun's own time.
     """
     words = [".venv/bin/torchrun", "--nproc-per-node", str(gpus)]
     if 2 * save_s > SHUTDOWN_S:

@@ -1,7 +1,7 @@
 """Choose which of unequal GPUs train, which sample, and how: AReaL-Hex (arXiv 2511.00796) for what this code can run.
 
-Pure. The trainer has GPUs of one kind, equally many on each of its machines, because ranks have equal shares of a step.
-An engine has `tp` GPUs of one machine. All engines of a site have the same tp. GPUs of a trainer's machine that do not
+Pure. The trainer has GPUs of one kind, equally many on each machine, because ranks have equal shares of a step. An
+engine has `tp` GPUs of one machine. All engines of a site have the same tp. GPUs of a trainer's machine that do not
 train sample there, and get weights by NCCL. Other machines join the run and pull weights. Trainer and engine can take
 turns on one GPU. Any GPU can stay idle. extras/planning/README.md says what AReaL-Hex has beyond that.
 
@@ -21,7 +21,7 @@ Seconds of a step, with α the async_ratio:
 
 W weights, H hidden size, l layers, P and R mean tokens of prompt and response, L tokens of a step's longest response, K
 bytes of KV cache per token and GPU, β bytes/s of a link one way, a its latency, c the host's part. p and d are those of
-HexGen (arXiv 2502.07903, table 1) with three changes: W replaces 12·H²·l, the KV cache is read, and the maximum is
+HexGen (arXiv 2502.07903, table 1) with three changes. W replaces 12·H²·l, and the KV cache is read. The maximum is
 taken because the kernels of a layer read its weights while they multiply.
 
 GPUs of a kind are alike, so only a few splits differ. All are solved.
@@ -53,17 +53,19 @@ HOST_BYTES_PER_S, ADAMW_BYTES = 16e9, 28
 SHORT_TOKENS, SHORT_MFU = 8192, 0.875
 """Passes of fewer tokens reach only this share of mfu: 0.35 of 0.4."""
 HOST_LAYER_S = 6.5e-3
-"""Seconds in which a rank's host launches a layer's passes over a micro-batch, forward and backward.
+"""Seconds that a rank's host needs to launch a layer's passes over a micro-batch, forward and backward.
 
-Beside an H200 a step of 28 layers took 0.73 s with four micro-batches of 8192 tokens and 0.38 s with one of 32,768, of
-which kernels need 0.33 s: `trainer-long 0.6b`, `trainer-whole 0.6b` and `profile 0.6b` of results/gpu.
+Beside an H200 a step of 28 layers took 0.73 s with four micro-batches of 8192 tokens. It took 0.38 s with one of
+32,768, and kernels need 0.33 s of that. Source: `trainer-long 0.6b`, `trainer-whole 0.6b` and `profile 0.6b` of
+results/gpu.
 """
 DECODE_MFU = 0.6
 """Share of the data sheet's FLOP/s that matrix products reach while an engine decodes."""
 LOAD_S = 0.31e-3
-"""Seconds in which vLLM loads one weight of a model's files. The next weights are copied meanwhile.
+"""Seconds that vLLM needs to load one weight of a model's files. The next weights are copied meanwhile.
 
-An engine on an H200 loaded the 310 of Qwen3-0.6B in 0.097 s by CUDA IPC: median, n = 5, `sync 0.6b` of results/gpu.
+An engine on an H200 loaded the 310 of Qwen3-0.6B in 0.097 s by CUDA IPC. It is the median, n = 5, of `sync 0.6b`
+of results/gpu.
 """
 TPS = (1, 2, 4, 8)
 """Numbers of GPUs that an engine can have."""
@@ -141,7 +143,7 @@ class Lengths:
 
     @classmethod
     def of(cls, prompt: float, responses: Iterable[float], num: int) -> "Lengths":
-        """Return the lengths of `num` responses in a step, each of which has one of these lengths with equal chance."""
+        """Return the lengths of `num` responses in a step. Each has one of these lengths with equal chance."""
         r = np.sort(np.fromiter(responses, float))
         context = prompt + (r**2).mean() / (2 * r.mean())
         longest = r @ np.diff((np.arange(len(r) + 1) / len(r)) ** num)
@@ -255,7 +257,7 @@ def read_sheets() -> dict[str, dict]:
 
 
 def compute_s(job: Job, t: Training) -> float:
-    """Return the seconds in which the trainer computes a step (F/(ranks·C))."""
+    """Return the seconds that the trainer computes in a step (F/(ranks·C))."""
     config, shape, lengths = job.config, job.shape, job.lengths
     squares = (
         shape.num_layers
@@ -336,7 +338,7 @@ def trainings(job: Job, pool: Pool, machines: int, gpus: int, stages: bool) -> I
 
 
 def load_s(job: Job) -> float:
-    """Return the least seconds in which an engine loads new weights."""
+    """Return the least seconds that an engine needs to load new weights."""
     return job.shape.num_tensors * LOAD_S
 
 
@@ -354,7 +356,7 @@ class Engine:
 
 
 def exchange_s(job: Job, pool: Pool, tp: int, tokens: float) -> float:
-    """Return the seconds in which an engine's GPUs exchange their results for so many tokens."""
+    """Return the seconds that an engine's GPUs need to exchange their results for so many tokens."""
     bytes_s = tokens * job.shape.hidden_size * 2 / (tp * pool.gb_per_s * 1e9)
     return (tp - 1) * (LINK_LATENCY_S + bytes_s) * 4 * job.shape.num_layers
 
@@ -406,8 +408,8 @@ def largest_engine(job: Job, pool: Pool, tp: int, room: float | None = None) -> 
 def calibrated(job: Job, pool: Pool, requests: float | None = None) -> Pool:
     """Return the pool with the mfu and hbm_efficiency of its measured rates, and without these rates.
 
-    The rates are of the job, with its save_memory and rollout_tp, and of an engine with so many requests, by default as
-    many as fit. Raises ValueError for a rate that no efficiency gives.
+    The rates are of the job, with its save_memory and rollout_tp. The engine has so many requests, by default as many
+    as fit. Raises ValueError for a rate that no efficiency gives.
     """
     mfu, efficiency, tp = pool.mfu, pool.hbm_efficiency, job.config.rollout_tp
     if pool.trained_tokens_per_s:
@@ -444,13 +446,13 @@ class Site:
     trains: bool
     """True beside the trainer. All its machines then have equally many engines."""
     update_s: float
-    """Seconds in which new weights reach the site."""
+    """Seconds until new weights reach the site."""
     engines: tuple[Engine, ...]
     """The engine of each tp, with as many requests as it has room for."""
 
     @cached_property
     def choices(self) -> np.ndarray:
-        """Choices [choices, 3] of an engine's tp, the number of engines, and the requests for which one has room.
+        """Choices [choices, 3] of an engine's tp, the number of engines, and the requests that fit into one.
 
         No engine comes first, then each tp with rising numbers.
         """
@@ -471,7 +473,7 @@ class Split:
     training_s: float
     sites: tuple[Site, ...]
     colocate: str | None = None
-    """How trainer and engine share their GPU, if they do. They then take turns for every α."""
+    """Mode of sharing a GPU between trainer and engine, if they do. They then take turns for every α."""
 
     @property
     def trainer(self) -> tuple:
@@ -504,7 +506,7 @@ class Plan:
 
     @property
     def generation_s(self) -> float:
-        """Seconds in which the engines sample the tokens of a step (g)."""
+        """Seconds that the engines need to sample the tokens of a step (g)."""
         return self.split.job.tokens / self.rate
 
     @property
@@ -514,7 +516,7 @@ class Plan:
 
     @property
     def tail_s(self) -> float:
-        """Seconds by which a step's longest response outlasts a mean one."""
+        """Seconds from the end of a mean response to the end of a step's longest one."""
         job = self.split.job
         return float(min(tail_s(job, engine.pool, engine.tp) for _, engine, _ in self.engines))
 
@@ -533,19 +535,19 @@ class Plan:
 
     @property
     def sampling_gpus(self) -> list[tuple[Pool, int]]:
-        """GPUs that sample and train nothing."""
+        """GPUs that sample and do not train."""
         engines = () if self.split.colocate else self.engines
         return [(engine.pool, engine.tp * count) for _, engine, count in engines]
 
     @property
     def cost_per_hour(self) -> float:
-        """Price of the GPUs in use. Idle GPUs cost nothing."""
+        """Price of the GPUs in use. Idle GPUs are free."""
         used = [(self.split.training.pool, self.split.training.ranks), *self.sampling_gpus]
         return sum(pool.price_per_hour * gpus for pool, gpus in used)
 
 
 def tail_s(job: Job, pool: Pool, tp: int) -> float:
-    """Return the seconds for which a step's longest response decodes on, alone, after a mean one has ended."""
+    """Return the seconds that a step's longest response decodes on, as the only one, after a mean one has ended."""
     alone = make_engine(job, pool, tp, 1)
     return (job.lengths.longest - job.lengths.response) * alone.decode_s
 
@@ -721,7 +723,7 @@ def plan(job: Job, cluster: Cluster, tokens_per_s: float | None = None) -> list[
 
 
 def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
-    """Return the plan in which all machines, of one kind, have this placement."""
+    """Return the plan that gives all machines, of one kind, this placement."""
     (pool,), config, weights = cluster.pools, job.config, 2 * job.shape.num_parameters
     ranks, worker = len(placement.trainer_gpus), placement.workers[0]
     num_shards = ranks * pool.count // config.replicas
@@ -745,7 +747,7 @@ def of_placement(job: Job, cluster: Cluster, placement: Placement) -> Plan:
 
 
 def _refusal(job: Job, cluster: Cluster) -> str:
-    """Return why nothing fits: the least need of a rank of each pool's largest trainer, and of its largest engine."""
+    """Return why no plan fits: the least need of each pool's largest trainer, per rank, and of its largest engine."""
     texts = []
     for pool in cluster.pools:
         ranks, room = pool.count * pool.gpus, memory.available_bytes(pool.device) / memory.GIB

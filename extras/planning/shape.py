@@ -1,4 +1,4 @@
-"""The shape of a causal LM, from its config.json: nothing is loaded."""
+"""The shape of a causal LM, from its config.json, without its weights."""
 
 import itertools
 import os
@@ -57,10 +57,10 @@ class ModelShape:
 
 
 def described_folder(model: str, cache: str) -> str:
-    """Return a folder with the config.json of a model, and its tokenizer if it can be had: `model`, or a snapshot.
+    """Return a folder with a model's config.json, and its tokenizer if there is one: `model`, or a snapshot.
 
-    Files that the hub's cache lacks are downloaded to the folder `cache`. The cache of the hub is not changed, because
-    a later run would take a part of a snapshot for the model. Raises ValueError, in one line, if there is no config.
+    Files that the hub's cache lacks are downloaded to the folder `cache`. The cache of the hub is not changed. A later
+    run would take a part of a snapshot for the model. Raises ValueError, in one line, if there is no config.
     """
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
@@ -102,9 +102,9 @@ def read_text_config(model: str):
 
 
 def read_shape(model_path: str) -> ModelShape:
-    """Read the shape of the model in a folder, or of a Hugging Face name, built from its config on no device.
+    """Read the shape of the model in a folder, or of a Hugging Face name. Its config builds it on no device.
 
-    Raises ValueError, in one line, if no config can be had.
+    Raises ValueError, in one line, if there is no config.
     """
     import torch
     from transformers import AutoModelForCausalLM

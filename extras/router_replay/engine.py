@@ -1,7 +1,7 @@
-"""An engine that returns the experts which its routers choose: vLLM's options, and what its runner for CPUs lacks.
+"""An engine that returns its routers' experts: vLLM's options, and a missing part of its runner for CPUs.
 
-vLLM 0.32 hands routed experts out by its second model runner, which needs Triton, so not on a CPU without it. The
-routers of all backends and the scheduler do their part anyway; `ReturningRunner` does that of the first runner.
+vLLM 0.32 hands routed experts out by its second model runner. This needs Triton, so it does not run on a CPU without
+it. The routers of all backends and the scheduler do their part anyway. `ReturningRunner` does that of the first runner.
 Imports vllm; only a process that starts an engine may import this module.
 """
 
@@ -19,12 +19,12 @@ class ReturningRunner(CPUModelRunner):
     """Does for each step of an engine on a CPU what vLLM's second runner does to return routed experts."""
 
     def initialize_kv_cache(self, kv_cache_config, *arguments, **options) -> None:
-        """Bind the routers to what keeps their choices, which is as large as the cache of keys and values."""
+        """Bind the routers to the store of their choices. It is as large as the cache of keys and values."""
         super().initialize_kv_cache(kv_cache_config, *arguments, **options)
         self.connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
     def execute_model(self, scheduler_output, *arguments):
-        """Compute a step, whose choices the routers leave in the connector."""
+        """Compute a step. The routers leave its choices in the connector."""
         self.connector.begin_step(scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output, *arguments)
 
@@ -45,7 +45,7 @@ class ReturningRunner(CPUModelRunner):
 
 
 def engine_options(on_cpu: bool) -> dict:
-    """Return vLLM's engine arguments; on a CPU also have the engine, which is forked, use the runner above."""
+    """Return vLLM's engine arguments. On a CPU the engine also uses the runner above, because it is forked later."""
     if on_cpu:
         cpu_worker.CPUModelRunner = ReturningRunner
         # asks for the second runner; what else it asks for is checked in check.py

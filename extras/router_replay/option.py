@@ -1,6 +1,6 @@
-"""What `--router-replay` changes: the check of a model, the engine, and the policy.
+"""The changes of `--router-replay`: the check of a model, the engine, and the policy.
 
-Importing this costs nothing; the engine's part imports vllm, and the trainer's transformers.
+Importing this is cheap. The engine's part imports vllm, and the trainer's part transformers.
 """
 
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 FAMILIES = ("flex_olmo", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Models whose routers take the likeliest experts of a softmax, and that are packed or read one a row.
 
-Others choose by a sigmoid, a bias or groups, or mix experts with recurrent layers, for which vLLM keeps no prefix on a
-CPU."""
+Other models choose by a sigmoid, a bias or groups, or mix experts with recurrent layers. For recurrent layers
+vLLM keeps no prefix on a CPU."""
 
 
 RULES: list[Rule] = [
@@ -45,12 +45,12 @@ RULES: list[Rule] = [
 
 
 class ReplayPlugin(Plugin):
-    """What --router-replay changes."""
+    """The changes of --router-replay."""
 
     rules = RULES
 
     def engine_options(self, on_cpu: bool) -> dict:
-        """Return vLLM's engine arguments, by which it returns the experts of each token."""
+        """Return vLLM's engine arguments. With them it returns the experts of each token."""
         from extras.router_replay import engine
 
         return engine.engine_options(on_cpu)

@@ -6,11 +6,11 @@ normalises over the chosen ones, expert i has the weight
 
     exp(z_i) / Σ_{j ∈ I} exp(z_j)        and without normalising        exp(z_i) / Σ_j exp(z_j)
 
-so the gradient flows through the softmax into the router, and into no choice. A frozen reference replays too: its KL
+So the gradient flows through the softmax into the router, and into no choice. A frozen reference replays too: its KL
 then compares weights and not choices.
 
-Not replayed is what the engine has no experts for: the last token of a sequence, which predicts nothing, padding, and
-what is scored without being trained on, as the probe.
+Tokens without experts of the engine are not replayed: padding, and the last token of a sequence, because it predicts no
+token. This includes tokens that are scored without training, as by the probe.
 """
 
 import re
@@ -39,7 +39,7 @@ class RoutedMicroBatch(MicroBatch):
 
 
 class Replay:
-    """The routers of a model, which take recorded experts where there are any."""
+    """The routers of a model. They take recorded experts if there are any."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Hook the routers of a causal LM of a family that option.py lists. It computes on `device`."""
@@ -147,7 +147,7 @@ def place_experts(
 ) -> Tensor:
     """Return the experts of a micro-batch, [R·L, layers, k] int16, each sequence where `pack` has put its tokens.
 
-    Sequences without a trained token change nothing, and are left out.
+    Sequences without a trained token have no effect, and are left out.
     Raises ValueError for a sequence without a record, and RuntimeError for a record that does not fit it.
     """
     experts = np.full((batch.input_ids.numel(), num_layers, top_k), NOT_RECORDED, np.int16)
@@ -165,7 +165,7 @@ def place_experts(
             raise RuntimeError(
                 f"the engine returned experts {sequence.experts.shape} for {len(sequence.tokens)} tokens, not {shape}"
             )
-        # what predicts the first trained token stands just before it
+        # the place that predicts the first trained token is just before it
         start = sources[num_before] + 1 - int(sequence.loss_mask.argmax())
         experts[start : start + len(sequence.experts)] = sequence.experts
         num_before += sequence.num_trained

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Runs actions in the order of their times. Actions of one time run in the order in which they were added."""
+    """Runs actions in the order of their times. Actions of one time run in the order of their arrival."""
 
     def __init__(self) -> None:
         self.now = 0.0

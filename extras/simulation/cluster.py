@@ -33,7 +33,7 @@ class Case:
     steps: int = 8
     """Measured steps."""
     warmup: int = 3
-    """Steps before them, in which the pipeline fills."""
+    """Steps before them, while the pipeline fills."""
     seed: int = 0
 
     @property
@@ -136,7 +136,7 @@ class Simulation:
         return len(self.steps) == self.case.warmup + self.case.steps
 
     def _counts_now(self) -> Counter:
-        """Return counts, bytes of weights sent, and seconds in which slots and the controller were busy."""
+        """Return counts, bytes of weights sent, and seconds that slots and the controller were busy."""
         counts = self._counts.copy()
         counts["controller_s"] = self.workers.controller_busy_s
         counts["cpu_s"] = self.workers.cpu_s

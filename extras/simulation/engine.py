@@ -15,7 +15,7 @@ from extras.planning.planner import Job, Pool, largest_engine, make_engine, pref
 from extras.simulation.clock import Alarm, Clock
 
 CURVE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of requests for which a curve has the planner's speed."""
+"""Numbers of requests. At these a curve has the planner's speed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Cluster:
     """Engine of each worker."""
     num_workers: int
     train_s_per_token: float
-    """The whole trainer's time for a token, prompts included; 0 if nothing is trained."""
+    """The whole trainer's time for a token, prompts included; 0 without training."""
     sync_s: float = 0.0
     """Time to bring new weights from the trainer to all engines."""
     message_s: float = 0.0

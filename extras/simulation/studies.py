@@ -78,7 +78,7 @@ def read_studies() -> dict[str, dict]:
 
 
 def settings(only: list[str] | None = None) -> list[Setting]:
-    """Return the settings of all studies, or of those in `only`. Raises ValueError for an unknown name."""
+    """Return the settings of all studies, or of the studies in `only`. Raises ValueError for an unknown name."""
     studies = read_studies()
     for name in only or ():
         if name not in studies:

@@ -1,12 +1,13 @@
 """A simulated swarm for the real Controller: hosts of unequal speed that join, fetch weights, and leave.
 
 It replaces extras/swarm/swarm.py and the remote side. A host that joins fetches all weights. Later it fetches only the
-changed ones, if the run still keeps its version, and it samples meanwhile. k versions change 1 − (1 − delta_share)^k of
-the weights, because steps are assumed to change independent parts. Hosts that are there at the start have version 0.
+changed ones if the run still keeps its version. It samples meanwhile. k versions change 1 − (1 − delta_share)^k of the
+weights, because steps are assumed to change independent parts. Hosts that are there at the start have version 0.
 Joins are a Poisson process, and a stay is exponential. A host that crashes is noticed after SILENCE_S.
 
-Not simulated: latency and losses of the network, the way of responses to the trainer (17 bytes a token), making and
-applying deltas, the trainer's own writing to a file system, starts of engines, sockets, msgpack, and false samples.
+The simulation lacks latency and losses of the network, and the transfer of responses (17 bytes a token). It also lacks
+making and applying deltas, and the trainer's own writing to a file system. Starts of engines, sockets, msgpack and
+false samples are lacking, too.
 """
 
 import functools
@@ -35,7 +36,7 @@ SLOWEST_LINK, FASTEST_LINK = 1.25e6, 125e6
 
 
 class Uplink:
-    """A link that all pulls share fairly, each of which also has the link of its host (max-min fairness)."""
+    """A link that all pulls share fairly (max-min fairness). Each pull also has the link of its host."""
 
     def __init__(self, clock: Clock, bytes_per_s: float):
         self.clock, self.bytes_per_s, self.sent_bytes = clock, bytes_per_s, 0.0
@@ -93,7 +94,7 @@ class SimulatedSwarmWorkers(SimulatedFleet, SwarmWorkers):
 
 
 class FetchingProcess(SimulatedProcess):
-    """An engine of a host, which fetches weights before it loads them."""
+    """An engine of a host. It fetches weights before it loads them."""
 
     fetch: Callable[[int], None]
 
@@ -132,7 +133,7 @@ class SimulatedSwarm:
         self.fetches_s: list[float] = []
         """Time of each fetch of a host that had older weights."""
         self.gone_slot_s = 0.0
-        """Seconds in which slots of hosts that have left were taken."""
+        """Seconds that slots of hosts that have left were taken."""
         for _ in range(cluster.num_workers):
             self._join(version=0)
         self._wait_for_next()

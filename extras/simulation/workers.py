@@ -1,7 +1,7 @@
 """Rollout workers on a virtual clock for the real Controller. They act on its messages as rollout.py's workers do.
 
-Only the worker between two messages is simulated. The Controller decides which ticket goes where, which groups start
-or are dropped, and which batch is trained on. Its SampleBuffer and Dispatcher are the real ones, too.
+Only the worker between two messages is simulated. The Controller decides on the worker of each ticket, the groups that
+start or are dropped, and the trained batch. Its SampleBuffer and Dispatcher are the real ones, too.
 """
 
 import contextlib
@@ -249,7 +249,7 @@ class SimulatedFleet:
         self.cpu_s += time.process_time() - start
 
     def check(self) -> None:
-        """Do nothing: no background thread can have failed."""
+        """Return at once, because no background thread can have failed."""
 
     def _deliver(self, worker: Worker, message) -> None:
         count = len(message.trajectories) if isinstance(message, Finished) else 0

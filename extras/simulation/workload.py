@@ -19,7 +19,7 @@ from extras.planning.planner import Lengths
 LONGEST_TO_MEDIAN = 20.0
 """ROLL Flash: the longest response is more than 20 times the median."""
 RESPONSES_OF_LONGEST = 4096
-"""Number of responses of which one is expected to be that long: 256 prompts x 16."""
+"""Number of responses. One of them is expected to be that long: 256 prompts x 16."""
 WITHIN_SHARE = 1 / 3
 """Share of the variance of log-lengths within a group. APRIL says only that it is less than across groups."""
 VARYING_SHARE = 0.5

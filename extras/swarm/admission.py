@@ -27,8 +27,8 @@ class Admission:
     def __init__(self, config: Config, model_path: str):
         self._code = code_digest()
         self._device = "cuda" if visible_gpus() else "cpu"
-        # Options of the trainer have their default, and user code has no folder. So hosts that wait for a run need not
-        # start again when it continues with other values of these.
+        # Options of the trainer have their default, and user code has no folder. When a run continues with other values
+        # of these, waiting hosts need not start again.
         defaults = {
             option.name: option.default for option in options_changeable_by(ChangeableBy.HOST)
         }

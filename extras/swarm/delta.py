@@ -2,8 +2,8 @@
 
 A *snapshot* is the payload of transport.py: all parameters, one after the other, in the dtype that is sent. Its name is
 its version and digest (blake3). A *delta* between two snapshots has the 16-bit words that differ: the gaps between
-them, and their new values. Each byte plane is separate, and all are compressed. A delta is exact: with the right base
-it gives the bytes of the new snapshot, and the digest proves it. An update in bf16 at lr 1e-5 changes at most one word
+them, and their new values. Each byte plane is separate, and all are compressed. A delta is exact. With the right base
+it gives the bytes of the new snapshot, and the digest proves it. In bf16 at lr 1e-5 an update changes at most one word
 in a hundred, because most steps are smaller than half a unit of the last place.
 """
 

@@ -38,7 +38,7 @@ class HostEngine:
         self._transport: Transport | None = None  # known once the engine is connected
         self._tickets: set[int] = set()
         self._aborted: set[int] = set()
-        """Tickets of a run that this host left, which the engine has not answered yet."""
+        """Tickets of a run that this host left, still without an answer of the engine."""
         self._held: dict[int, list[Tickets | Abort]] = {}
         """Messages on new tickets whose ids such tickets have; a run that is resumed gives ids again."""
         self._probes: set[int] = set()  # versions

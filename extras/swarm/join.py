@@ -8,8 +8,8 @@
 | host_engine.py | an engine, and the answers that the run waits for |
 | host_weights.py, puller.py, delta.py | weights: pulled once for all engines, while they sample |
 
-Messages pass between the run and the engines unchanged, except about weights. If the run is out of reach or has given
-this host up, the host joins again, with its engines and weights. Its tickets are void then.
+Messages pass between the run and the engines unchanged, except about weights. A run can be out of reach, or can have
+given this host up. Then the host joins again, with its engines and weights, and its tickets are void.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ class JoinedHost:
         self.connection.join(address)
 
     def _keep_in_touch(self) -> str | None:
-        """Give a sign of life, and join again if the run gives none. Return why to end, or None."""
+        """Give a sign of life, and join again if the run is silent. Return the reason to end, or None."""
         if self._welcome is None:
             self.connection.check_first_answer()
         silent_s = self.connection.link.silent_s

@@ -5,8 +5,8 @@ Leases guarantee:
 1. A response is trained on once. A moved ticket has a new id, and the host's own answer is counted as late.
 2. No response is lost. A lease ends only when another worker takes the ticket, and a lost host's tickets are reissued.
 3. A ticket moves after `lease_s` to the fastest worker that has a free slot and new enough weights.
-4. It moves earlier if the trainer waits for it and the other worker is at least FASTER times as fast: when that
-   worker could have sampled PATIENCE mean responses meanwhile.
+4. It moves earlier if the trainer waits for it and the other worker is at least FASTER times as fast. It then moves
+   when that worker could have sampled PATIENCE mean responses meanwhile.
 5. Each move doubles the next lease. A long response is as long on every worker, and would move in circles.
 """
 

@@ -1,8 +1,8 @@
 """The trainer's end of weights that hosts pull: versioned snapshots, whole or as deltas (delta.py).
 
-puller.py is the host's end. Memory: at most num_kept + MAX_READ + 2 payloads, and the deltas between them. Of the two
-one is announced, and one is being made. The trainer waits only for the copy of its weights. A thread computes the
-digest, and then hosts are told of the version.
+puller.py is the host's end. Memory holds at most num_kept + MAX_READ + 2 payloads, and the deltas between them. The two
+are the announced payload and the one that is being made. The trainer waits only for the copy of its weights. A thread
+computes the digest, and then hosts are told of the version.
 """
 
 import threading

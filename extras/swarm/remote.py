@@ -62,7 +62,7 @@ class RemoteProcess:
                 raise ValueError("log-probs of a probe that are not finite float32")
 
     def stop(self, timeout_s: float) -> None:
-        """Do nothing: a host ends its engines."""
+        """Return at once, because a host ends its engines."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class RemoteWorker(Worker):
         self.loading = None
 
     def request_progress(self) -> None:
-        """Do nothing: a resumed run samples the responses of hosts again."""
+        """Return at once, because a resumed run samples the responses of hosts again."""
 
     def assign(self, ticket: Ticket) -> None:
         """Note that the worker has a ticket."""

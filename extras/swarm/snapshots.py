@@ -70,7 +70,7 @@ class Folder:
 class SnapshotWriter:
     """The trainer's end: a thread writes each version as a file, so that no step waits for it.
 
-    Beside the versions of pull.py it holds at most two payloads: the next one, and the last one that was written.
+    Beside the versions of pull.py it holds at most two payloads: the next one, and the last written one.
     """
 
     def __init__(self, url: str):

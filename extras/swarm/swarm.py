@@ -2,7 +2,7 @@
 
 An engine of a host is a `Worker` whose pipe is a socket and whose weights are pulled. Dispatcher, buffer and ledger do
 not know the difference. A host that leaves, dies or falls silent is the death of its workers. Their tickets are issued
-again, and later answers of the host are only counted.
+again. Later answers of the host are only counted.
 
 | file | its part at the run's end |
 |---|---|

@@ -17,11 +17,11 @@ from asyncrl.records import DTYPES, OPTIONAL_COLUMNS, Ticket, Trajectory, slice_
 
 MAX_LOGPROB = 1e-4  # nats, by rounding
 MAX_SURPRISE = 40.0
-"""Nats by which a response can be less likely than if all tokens of the vocabulary were equally likely. For tokens
+"""Most nats that a response can be less likely than if all tokens of the vocabulary were equally likely. For tokens
 sampled by their probabilities p, 1/∏(p·vocabulary) is 1 on average. So by Markov's inequality an honest response
 exceeds this once in e⁴⁰. A larger ratio of probabilities would overflow in a loss."""
 CLOCK_SLACK_S = 1.0
-"""Time by which an honest clock can be set back, seconds."""
+"""Most seconds that an honest clock can be set back."""
 _DTYPES = {"tokens": np.int64, "loss_mask": np.bool_, **DTYPES}
 
 
@@ -39,7 +39,7 @@ def find_mistake(
 def _find_mistakes(
     t: Trajectory, ticket: Ticket, config: Config, newest_version: int, vocab_size: int
 ) -> Iterator[str]:
-    """Find all mistakes. Each check counts on the checks before it, which found none."""
+    """Find all mistakes. Each check assumes that the checks before it found no mistake."""
     yield from _check_ticket(t, ticket, vocab_size)
     generated = np.flatnonzero(t.loss_mask)
     num_known = _count_known(t, generated, ticket)

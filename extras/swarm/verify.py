@@ -1,9 +1,10 @@
 """Verification: the trainer computes log-probs and rewards of a share of the hosts' responses again.
 
-Log-probs come from a forward pass without gradient, while the trainer has the version that all tokens of a response
-claim. Other responses come too late and are counted. With async_ratio 0 none does; in the default job 82% do, and all
-of a host that lags. Rewards of any version are scored again while the trainer trains. Environments cannot be played
-again, so their rewards count as not checked. trust.py checks every response for contradictions. Not stopped:
+Log-probs come from a forward pass without gradient. The trainer must still have the version that all tokens of a
+response claim. Other responses come too late and are counted. With async_ratio 0 this does not happen. In the default
+job 82% come too late, and all responses of a host that lags. Rewards of any version are scored again while the trainer
+trains. Environments cannot be played again, so their rewards count as not checked. trust.py checks every response for
+contradictions. Not stopped:
 
 - A host that samples truly but chooses, for example the best of several responses. Seeds are assigned, but a response
   is not checked against its seed.
@@ -39,7 +40,7 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.splitting import distribute
 
 SLACK_TOKENS, LARGEST = 10, 50
-"""Tokens without a difference that are added to every response, so that one token cannot lift the mean of a short one.
+"""Tokens without a difference that are added to every response. So one token cannot lift the mean of a short response.
 LARGEST: difference of a single token, as a multiple of the mean, that counts as much as the mean."""
 REWARD_ROUNDING, MAX_SCORING = 1e-6, 1000
 END_S = 5.0
@@ -49,8 +50,8 @@ END_S = 5.0
 def distance(own: np.ndarray, claimed: np.ndarray) -> float:
     """Return the distance of claimed log-probs of a response from the trainer's, nats.
 
-    It is the mean difference over its tokens and SLACK_TOKENS more, or 1/LARGEST of the largest difference if that is
-    more.
+    It is the mean difference over its tokens and SLACK_TOKENS more. If 1/LARGEST of the largest difference is more, it
+    is that.
     """
     differences = np.abs(own.astype(np.float64) - claimed)
     return float(
@@ -61,14 +62,16 @@ def distance(own: np.ndarray, claimed: np.ndarray) -> float:
 def allowed_distance(config: Config, dtype: torch.dtype) -> float:
     """Return the largest `distance` of an honest response, nats, if the trainer computes in `dtype`.
 
-    From runs of the default job with async_ratio 0, each response scored again (3 seeds of 40 steps, one of 80: 51,000
-    responses; and 7,700 of guess_number), in float32 on a CPU: the largest distance was 8e-7, the largest difference of
-    a token 1.3e-5. 1e-3 leaves 1,200 times that, and finds this share of responses with a lie (in brackets: at 0.1):
-    weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus 0.01 99% (0%), shuffled
-    96% (27%), two tokens exchanged 100% (99.8%). With the same weights in bfloat16 the largest distance was 0.019
-    (10,000 responses, on a CPU). 0.1 leaves 5 times that for larger models and GPUs. It also holds if top_p, top_k or
-    min_p cut: rounding can move a token in or out, and a log-prob by up to log 2. Honest responses are beyond it far
-    less often than once in 10,000. So one response beyond it is enough.
+    The limits are from runs of the default job with async_ratio 0, in float32 on a CPU. Each response was scored again:
+    51,000 responses of 3 seeds of 40 steps and one of 80, and 7,700 of guess_number. The largest distance was 8e-7, and
+    the largest difference of a token 1.3e-5. 1e-3 leaves 1,200 times that. It finds this share of responses with a lie
+    (in brackets: at 0.1): weights 10 steps older 88% (4%), 2 steps 70% (0.2%), log-probs times 0.9 62% (0.04%), plus
+    0.01 99% (0%), shuffled 96% (27%), two tokens exchanged 100% (99.8%).
+
+    With the same weights in bfloat16 the largest distance was 0.019 (10,000 responses, on a CPU). 0.1 leaves 5 times
+    that for larger models and GPUs. It also holds if top_p, top_k or min_p cut. Rounding can then move a token in or
+    out, and a log-prob by up to log 2. Honest responses are beyond it far less often than once in 10,000. So one
+    response beyond it is enough.
     """
     return (
         1e-3

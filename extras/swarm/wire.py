@@ -1,8 +1,8 @@
 """Messages between a host of the swarm and its run, and all messages as bytes.
 
-The messages of engines are those of asyncrl/messages.py. Here are the messages of the host itself. As bytes a message
-is its kind, which is the name of a class that can come from that side, and its fields in plain data
-(asyncrl/runlog/plain.py). It is never a pickle, because a pickle can run code. Other bytes raise ValueError.
+The messages of engines are in asyncrl/messages.py. Here are the messages of the host itself. A message as bytes has its
+kind, and its fields in plain data (asyncrl/runlog/plain.py). The kind is the name of a class that can come from that
+side. A message is never a pickle, because a pickle can run code. Other bytes raise ValueError.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Attention where several sequences of a row have read a prefix once: which models allow it, its mask and its cost.
+"""Attention of sequences in a row that share a prefix read once: models that allow it, its mask and cost.
 
-A shared prefix is seen by several branches, which bounds of sequences cannot say. A GPU computes with FlexAttention,
-which skips empty blocks of the mask, and the CPU with the model's own attention and a mask [R, 1, L, L].
+Several branches see a shared prefix, and bounds of sequences cannot express this. A GPU computes with FlexAttention. It
+skips empty blocks of the mask. The CPU computes with the model's own attention and a mask [R, 1, L, L].
 """
 
 import functools
@@ -15,15 +15,15 @@ from asyncrl.trainer.attention import layer_kinds, mixes_sequences
 from asyncrl.trainer.packing import first_fit_decreasing
 
 COLUMNS_PER_HIDDEN = 4
-"""Cost of all but attention for a token, in columns of a dense attention mask, over the model's hidden size. On a CPU
-steps with short and long rows gave 3.7, 4.3 and 5.1 for the tiny model, 3.0 and 4.7 for SmolLM2-135M in bfloat16. By
-operations it is 6."""
+"""Cost of all but attention for a token, in columns of a dense attention mask, over the model's hidden size. Steps with
+short and long rows on a CPU gave 3.7, 4.3 and 5.1 for the tiny model. They gave 3.0 and 4.7 for SmolLM2-135M in
+bfloat16. By operations it is 6."""
 
 
 def unfit_for_sharing(config: PreTrainedConfig) -> list[str]:
-    """Return what keeps a model from reading a prefix once for several sequences; empty if nothing does.
+    """Return the reasons why a model cannot read a prefix once for several sequences; empty if it can.
 
-    A recurrent layer has one state after it. A window counts columns of the row, which are not the positions of a
+    A recurrent layer has one state after it. A window counts columns of the row. They are not the positions of a
     sequence behind the prefix.
     """
     window = getattr(config.get_text_config(), "sliding_window", None)
@@ -35,8 +35,11 @@ def unfit_for_sharing(config: PreTrainedConfig) -> list[str]:
 
 
 def mask_function(visible_until: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask_mod, which says whether a token of a row sees another: itself and those above it in
-    the tree, which stand before it in the row and whose subtrees have not ended; `visible_until` as in MicroBatch."""
+    """Return FlexAttention's mask_mod: whether a token of a row sees another; `visible_until` as in MicroBatch.
+
+    It sees itself and the tokens above it in the tree. They are before it in the row, and their subtrees have not
+    ended.
+    """
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < visible_until[row, key])

@@ -1,6 +1,6 @@
-"""What `--share-prefix` changes: the check of a model, and the policy.
+"""The changes of `--share-prefix`: the check of a model, and the policy.
 
-Importing this costs nothing; what the policy needs imports transformers.
+Importing this is cheap. The policy's part imports transformers.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SharingPlugin(Plugin):
-    """What --share-prefix changes."""
+    """The changes of --share-prefix."""
 
     def check(self, config: Config, hf_config: "PreTrainedConfig") -> None:
         """Raise ValueError, in one line, for a model that cannot share prefixes as it must."""

@@ -18,7 +18,7 @@ from extras.trees.tree import choose_bundles, count_tokens
 
 
 def reason_against(config: Config, model: PreTrainedConfig, device: torch.device) -> str | None:
-    """Return why `--share-prefix auto` shares nothing in a run; None if it may."""
+    """Return why `--share-prefix auto` shares no prefix in a run; None if it may."""
     if device.type != "cpu":
         return "it was timed on CPUs only; try prompt or tree"
     if config.router_replay:
@@ -65,8 +65,8 @@ class Sharing(PolicyPlugin):
     def metrics(self) -> dict[str, float]:
         """Return shares of all tokens of a step's sequences, on all ranks.
 
-        `tokens/saved_share` are not read, and `tokens/shareable` would not be read by one tree of each update (ERR and
-        POR of Tree Training, arXiv 2511.00413). Without an update that was split here there are no shares.
+        `tokens/saved_share` are not read. `tokens/shareable` would not be read by one tree of each update. They are ERR
+        and POR of Tree Training, arXiv 2511.00413. Without an update that was split here there are no shares.
         """
         counts = self._policy.sum_over_ranks(torch.from_numpy(self._counts)).tolist()
         self._counts = np.zeros(3)
@@ -85,7 +85,7 @@ class Sharing(PolicyPlugin):
         batch: MicroBatch,
         attention_kwargs: dict | None,
     ) -> TokenScores:
-        """Score the trained tokens of a micro-batch. What several branches train is computed once."""
+        """Score the trained tokens of a micro-batch. Tokens that several branches train are computed once."""
         is_shared = batch.visible_until is not None
         attention = self.attention_of_trees if is_shared else module.attention
         # not set back: where layers are computed again on the way back, they read it then

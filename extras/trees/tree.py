@@ -1,6 +1,6 @@
 """Trees of sequences that begin alike: each adds what follows the tokens that it shares with the one before.
 
-Of G responses of R tokens to a prompt of P, P + G·R tokens are read instead of G·(P + R) (Tree Training, arXiv
+A group has G responses of R tokens to a prompt of P. P + G·R tokens are read instead of G·(P + R) (Tree Training, arXiv
 2511.00413; PrefixGrouper, 2506.05433, of prompts). There is no model here, so everything can be checked by hand.
 """
 
@@ -17,8 +17,8 @@ from asyncrl.trainer.packing import Bundle, TrainSequence, first_fit_decreasing
 from asyncrl.trainer.splitting import split_evenly
 
 WORTH_SHARING = 0.1
-"""Least share of an update's cost for which `auto` shares prefixes. The cost is a rough estimate. On a GPU sharing
-takes another kernel of attention, which nobody has timed."""
+"""Least saved share of an update's cost that makes `auto` share prefixes. The cost is a rough estimate. On a GPU
+sharing takes another kernel of attention, and its time has not been measured."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tree:
     """Tokens to read."""
 
     def row_indices(self, start: int) -> list[np.ndarray]:
-        """Return the flat index, [T], at which each token of each sequence is read. The tree begins at `start`."""
+        """Return the flat index, [T], of the place of each token of each sequence. The tree begins at `start`."""
         path = np.zeros(0, dtype=np.int64)
         paths = []
         for sequence, shared in zip(self.sequences, (0, *self.shared), strict=True):
@@ -61,8 +61,8 @@ def bundle(
     """Join the sequences of an update that begin alike, and leave every other one by itself.
 
     A tree of more than `max_tokens`, or the longest sequence, is cut, and each part reads the shared prefix again. The
-    cut is greedy and deepest first. Where branches part, they are packed into the room behind their prefix. If two
-    parts do not fit together here, they do not fit together higher up: there they also need their shared prefix.
+    cut is greedy and deepest first. Branches are packed into the room behind their prefix. If two parts do not fit
+    together here, they do not fit together higher up. There they also need their shared prefix.
     """
     if share_prefix == "off":
         return as_trees(sequences)
@@ -86,7 +86,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """Sequences in an order in which neighbours share the most."""
+    """Sequences in an order so that neighbours share the most."""
 
     sequences: list[TrainSequence]
     depths: list[int]
@@ -118,8 +118,10 @@ class Order:
 
 
 def depth_first(sequences: list[TrainSequence], share_prefix: Sharing) -> Order:
-    """Return sequences as the tree of them has them: by bytes, in which equal beginnings stand together, and a sequence
-    before those that it begins."""
+    """Return sequences in the order of their tree.
+
+    They are sorted by bytes. So equal beginnings are together, and a sequence is before the sequences that it begins.
+    """
     ordered = sorted(sequences, key=lambda sequence: sequence.tokens.tobytes())
     if share_prefix == "prompt":
         ordered.sort(key=lambda sequence: sequence.group_id)
@@ -154,11 +156,11 @@ def choose_bundles(
     share_prefix: Sharing,
     cost: Callable[[list[int]], float],
 ) -> list[list[Bundle]]:
-    """Bundle the sequences of an update so that the costliest rank has as little to compute as possible: [rank] →
-    bundles, about equal tokens each.
+    """Bundle the sequences of an update so that the costliest rank computes as little as possible.
 
-    Whole trees save the most tokens. But a few of them cannot be split evenly, and where attention is dense a row pays
-    for its square. So smaller trees are tried, too. `auto` takes prompts or trees, whichever costs less, if that saves
+    The result is [rank] → bundles, with about equal tokens for each rank.
+    Whole trees save the most tokens. But a few of them cannot be split evenly, and with dense attention a row pays for
+    its square. So smaller trees are tried, too. `auto` takes prompts or trees, whichever costs less, if that saves
     WORTH_SHARING of the cost. `cost` is that of computing bundles of these lengths on one rank.
     """
     apart = split_evenly(as_trees(sequences), num_ranks)
@@ -199,7 +201,7 @@ def cut_smaller(order: Order, max_tokens: int) -> Iterator[list[Part]]:
 
 
 def count_tokens(sequences: list[TrainSequence], shares: list[list[Bundle]]) -> np.ndarray:
-    """Count tokens of an update that is split: of all its sequences, those to read, and those of one tree of all."""
+    """Count tokens of an update that is split: all tokens, tokens to read, and tokens of one tree of all."""
     num_all = sum(sequence.num_tokens for sequence in sequences)
     num_read = sum(bundle.num_tokens for bundles in shares for bundle in bundles)
     num_shareable = sum(depth_first(sequences, "tree").depths)

@@ -1,1 +1,1 @@
-"""What measures this code on a GPU: `python scripts/bench/gpu.py --help`."""
+"""Measurements of this code on a GPU: `python scripts/bench/gpu.py --help`."""

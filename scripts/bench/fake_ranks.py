@@ -1,7 +1,7 @@
-"""The GPU bench's part of one trainer rank of several, on one GPU: its memory beside the plan, and its time.
+"""The GPU bench's part of one trainer rank of several on one GPU: its memory beside the plan, and its time.
 
-torch's fake process group exchanges nothing. So this rank has the shards, buffers and kernels of a rank of several, and
-garbage in place of other ranks' weights. Losses mean nothing.
+In torch's fake process group ranks do not exchange data. So this rank has the shards, buffers and kernels of a rank of
+several. In place of other ranks' weights it has garbage, and losses have no meaning.
 """
 
 import functools
@@ -81,7 +81,7 @@ def plan(setup: Setup, num_ranks: int) -> tuple[Config, ModelShape, float]:
 
 
 def train(setup: Setup, config: Config, shape: ModelShape, num_ranks: int) -> list[float]:
-    """Return the seconds of some steps of rank 0, in this process, which can do nothing else afterwards."""
+    """Return the seconds of some steps of rank 0, in this process. The process must then end."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = torch.device(setup.device)
@@ -128,4 +128,4 @@ def memory_outside(device: str) -> dict[str, float]:
 
 
 FUNCTIONS = {"rank-of-4": functools.partial(rank_of, num_ranks=4)}
-"""What a part is called -> what it does."""
+"""Name of a part -> its function."""

@@ -1,10 +1,10 @@
-"""What a GPU gives, in one table: `python scripts/bench/gpu.py`, or `bash scripts/gpu_check.sh`.
+"""Measurements on a GPU, in one table: `python scripts/bench/gpu.py`, or `bash scripts/gpu_check.sh`.
 
-Each part runs in a process of its own, within a time limit, so that one that fails or hangs leaves the other rows. A
-machine with several GPUs begins with parts for several. A part that no longer fits into the budget is not begun, and
-the table says so. Each part is at once a line of gpu.jsonl,
-with what made it. A bench that is started again runs what failed or was not begun. `--device cpu --out FOLDER` runs the
-same code with a tiny model and without a GPU: to see that it runs, not to measure.
+Each part runs in its own process, within a time limit. So a part that fails or hangs leaves the other rows. A machine
+with several GPUs begins with parts for several. A part that no longer fits into the budget is not begun, and the table
+reports it. Each part is at once a line of gpu.jsonl, with its origin. A bench that is started again runs the parts that
+failed or were not begun. `--device cpu --out FOLDER` runs the same code with a tiny model and without a GPU. It checks
+that the code runs, and is no measurement.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ from asyncrl.cluster.processes import kill_with_sessions
 from scripts.lines import ROOT, provenance, read, replace_record, run_command
 
 BUDGET_S = 470.0
-"""Of one call; the whole takes several, an hour at most."""
+"""Seconds of one call. The whole takes several calls, an hour at most."""
 FAR_OFF = 1.5
 """Factor between measurement and prediction from which the table says what to change."""
 OF_CHILDREN = ("CalledProcessError", "ChildFailedError")
-"""Errors of subprocess and torchrun, which only report that a process failed."""
+"""Errors of subprocess and torchrun that only report the failure of a process."""
 MAKERS = ("commit", "changes", "hardware", "packages")
-"""Fields of a record of which none may differ if its part is not to run again."""
+"""Fields of a record. Its part runs again if one of them differs."""
 NO_GPU = "no GPU: the numbers mean nothing"
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""What is done, and what is shown of it; gpu.toml says what is what."""
+"""The parts, and the rows of the table. gpu.toml explains them."""
 
 
 # Parts
 
 
 class Part(NamedTuple):
-    """What a part may take."""
+    """The limits of a part."""
 
     limit_s: float
     num_gpus: int
 
 
 def chosen_parts(device: str, only: list[str] | None, num_gpus: int) -> dict[str, Part]:
-    """Return the parts whose name, or its first word, is in `only`, or all parts that `num_gpus` GPUs can run for None.
+    """Return the parts whose name, or its first word, is in `only`. For None return all that `num_gpus` GPUs can run.
 
-    Those of several GPUs come first. Raises ValueError for a name that no such part has.
+    Parts for several GPUs come first. Raises ValueError for a name that no such part has.
     """
     if device == "cpu":
         parts = {name: Part(limit_s, 0) for name, limit_s in TABLES["tiny_parts"].items()}
@@ -143,7 +143,7 @@ def run_part(part: str, needs: Part, device: str, models: str) -> dict:
 
 
 def last_error(log: str) -> str:
-    """Return the last line of a log that names the error of a part or its run, or the last one."""
+    """Return the last line of a log that names an error of a part or its run. Without one return the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     errors = [line for line in lines if "Error" in line or line.startswith("error:")]
     own_errors = [line for line in errors if not any(name in line for name in OF_CHILDREN)]
@@ -162,7 +162,7 @@ def measure(kind: str, model: str, device: str, models: str, result: str) -> Non
     numbers = FUNCTIONS[kind](Setup(device, model, Path(models)))
     Path(result).write_text(json.dumps(numbers))
     sys.stdout.flush()
-    # all that is left is the end of engines, which must not fail what has been measured
+    # only engines have yet to end, and their end must not fail a part that has been measured
     os._exit(0)
 
 
@@ -183,7 +183,7 @@ def gpu_name() -> str | None:
 
 
 def table(records: list[dict]) -> str:
-    """Return each GPU's name, with a row for each number that was taken there, and one for each part that failed."""
+    """Return each GPU's name, with a row for each of its numbers, and one for each part that failed."""
     gpus: dict[str | None, dict[str, dict]] = {}
     for record in records:
         gpus.setdefault(record["gpu"], {})[record["case"]] = record
@@ -211,7 +211,10 @@ def _table_of_gpu(newest_by_case: dict[str, dict]) -> str:
 def beside_prediction(
     numbers: dict, key: str, predicted: float | str, assumed: str, change: str
 ) -> str:
-    """Return a number beside what was predicted, or the name of that number, and what to change if it is far off."""
+    """Return a number beside the prediction, and the change to make if it is far off.
+
+    `predicted` is a number, or the name of another number of the part.
+    """
     number = numbers[key]
     if isinstance(predicted, str):
         predicted = numbers[predicted]
@@ -240,7 +243,7 @@ def made_by(records: Iterable[dict]) -> list[str]:
 
 
 def write(out: Path) -> list[dict]:
-    """Write table.md from the records, and return them. Raises ValueError if there are none."""
+    """Write table.md from the records, and return them. Raises ValueError if there is no record."""
     records = read(out / "gpu.jsonl")
     if not records:
         raise ValueError(f"{out}/gpu.jsonl has no records; run python scripts/bench/gpu.py first")
@@ -267,9 +270,9 @@ def main(
     Args:
         out: Folder of the records.
         only: Parts, or first words of parts; unset has all.
-        device: Where everything runs.
+        device: Device of all parts.
         budget_s: Seconds in all.
-        report: Measure nothing, write the page again.
+        report: Write the page again without a measurement.
     """
     if not report:
         parts = chosen_parts(device, only, len(visible_gpus()) if device == "cuda" else 0)

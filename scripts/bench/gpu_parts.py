@@ -1,4 +1,4 @@
-"""What gpu.py measures, one function per part; each runs in a process of its own and returns its numbers."""
+"""The parts of gpu.py, one function each. Each runs in its own process and returns its numbers."""
 
 import asyncio
 import functools
@@ -34,10 +34,10 @@ from scripts.lines import ROOT
 from scripts.runs import load
 
 TRANSPORTS = {"ipc": IpcTransport, "shm": ShmTransport}
-"""Those that one GPU, or none, can have."""
+"""Transports that need one GPU at most."""
 SYNC_ROUNDS = 5
 ENGINE_SHARE = 0.25
-"""Of the GPU, for an engine beside a trainer that makes no step."""
+"""Share of the GPU for an engine beside a trainer that makes no step."""
 JOB_GROUPS, JOB_STEPS, JOB_WARM_UP = 16, 6, 2
 PROBES, PROBE_TOKENS = 4, 256
 
@@ -68,8 +68,8 @@ class Pair:
     """A trainer's policy and an engine in this process's care, joined by the placement's transport; to be closed."""
 
     def __init__(self, setup: Setup, **options):
-        """Start the engine first: it measures how much of the GPU is free, and is forked, and a child cannot use a GPU
-        whose parent has so much as formed a process group. `options` of Config."""
+        """Start the engine first, because it measures how much of the GPU is free. It is also forked, and a child
+        cannot use a GPU if its parent has already formed a process group. `options` are those of Config."""
         self.config = setup.config(**options)
         spec = enter_worker(self.config, setup.device)
         self.loop = asyncio.new_event_loop()
@@ -113,7 +113,7 @@ class Pair:
 
 def sync(setup: Setup) -> dict:
     """Publish a version some times: how long the trainer waits, how long the engine, and whether they agree after."""
-    # nothing is trained that needs room
+    # no training here needs room
     with closing(Pair(setup, gpu_memory_utilization=ENGINE_SHARE)) as pair:
         rounds = [_publish(pair, version, setup.device) for version in range(SYNC_ROUNDS + 1)][1:]
         gap = pair.gap()
@@ -266,4 +266,4 @@ FUNCTIONS = {
     "job-nccl": functools.partial(job, async_ratio=1.0),
     "job-sleep": functools.partial(job, async_ratio=0.0, colocate="sleep"),
 }
-"""What a part is called -> what it does."""
+"""Name of a part -> its function."""

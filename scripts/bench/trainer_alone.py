@@ -1,4 +1,4 @@
-"""The GPU bench's parts without an engine, which need no vLLM, and what they share with the others."""
+"""The GPU bench's parts without an engine, and code that all parts share. They need no vLLM."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ from scripts.qwen3_shapes import save_random_qwen3
 
 JOBS = tomllib.loads(Path(__file__).with_name("gpu.toml").read_text(encoding="utf-8"))["jobs"]
 TRAIN_STEPS = 4
-"""Of which the first warms up."""
+"""Steps of training. The first one warms up."""
 LENGTHS, TINY_LENGTHS = [512] * 64, [32, 48, 64, 16]
 """Tokens of the sequences of a step."""
 NCCL_TESTS = ("tests/gpu/test_gpu_nccl.py",)
@@ -44,7 +44,7 @@ class Setup:
     size: str
     """A key of SHAPES."""
     models: Path
-    """Folder in which each random model is made once."""
+    """Folder of the random models. Each is made once."""
 
     @property
     def model_path(self) -> str:
@@ -116,7 +116,7 @@ def profile(setup: Setup, lengths: list[int] = LENGTHS, prompt_share: float = 0.
 
 
 def matmul_rate(device: str) -> float:
-    """Return the FLOP/s of a large square matmul in the dtype that the trainer computes in: what there is to be had."""
+    """Return the FLOP/s of a large square matmul in the trainer's dtype, the most that training can reach."""
     n, dtype = 8192 if device == "cuda" else 512, getattr(torch, Config().dtype_on(device))
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     for _ in range(3):
@@ -128,9 +128,9 @@ def matmul_rate(device: str) -> float:
 def training_flops(shape: ModelShape, lengths: list[int], num_trained: int) -> float:
     """Return the FLOPs of a forward and backward pass over sequences; `num_trained` tokens meet the head.
 
-    Six per weight and token (two forward, four backward), the embedding left out as it is looked up; and in attention
-    six times queries' width × length² per layer: half of a square, as it is causal, for scores and for values. What is
-    computed twice counts once.
+    Each weight and token counts six (two forward, four backward). The embedding is left out, because it is looked up.
+    Attention counts six times queries' width × length² per layer. That is half of a square for scores and for values,
+    because it is causal. Recomputation does not count.
     """
     in_layers = shape.layer_parameters * shape.num_layers * sum(lengths)
     in_head = shape.vocab_size * shape.hidden_size * num_trained
@@ -152,7 +152,7 @@ def synthetic(
 
 @contextmanager
 def one_rank(device: str = "cpu") -> Iterator[None]:
-    """A process group of this process alone, which FSDP2 needs."""
+    """A process group of only this process, because FSDP2 needs one."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -191,8 +191,10 @@ def timed(action: Callable, device: str) -> tuple[float, object]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """Return the most that tensors of this process held and that torch took for them, and what all processes hold now,
-    GiB; nothing on the CPU."""
+    """Return the peaks of this process's tensors and of torch's memory for them, and the use by all processes, GiB.
+
+    It is empty on the CPU.
+    """
     if device != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -205,7 +207,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def tests(_: Setup, paths: Sequence[str], marker: str = "gpu", names: str = "") -> dict:
-    """Run tests, by default those that need a GPU; `names` selects some. Raises CalledProcessError if one fails."""
+    """Run tests, by default the tests that need a GPU; `names` selects some. Raises CalledProcessError if one fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-k", names, *paths]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(result.stdout, flush=True)
@@ -232,4 +234,4 @@ FUNCTIONS = {
         for name in ("two", "shm", "three", "four", "tp")
     },
 }
-"""What a part is called -> what it does; gpu_parts.py has those that need vLLM here."""
+"""Name of a part -> its function. gpu_parts.py has the parts that need vLLM here."""
