@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from option_words import words_that_change
 from programs import ROOT
+from stored_forms import digest_of_form
 from user_files import contents
 
 from asyncrl.cluster.cluster import Cluster
 from asyncrl.config import OPTIONS, ChangeableBy, Config, SwarmOptions
+from asyncrl.controller.snapshot import ControllerState
 from asyncrl.job.command_line import read_options
 from asyncrl.job.resume import find_checkpoint, resume_hint
 from asyncrl.runlog import manifest
@@ -333,3 +335,9 @@ def test_a_run_that_was_stopped_on_nodes_that_share_no_folder_says_where_its_wei
     )
     words = shlex.split(line.rpartition("; ")[2])
     assert words == ["begin", "a", "new", "run", "with", "--model", f"{run}/checkpoints/step_12"]
+
+
+def test_another_form_of_checkpoints_has_another_number():
+    """A changed digest needs a new FORMAT, a line in CHANGELOG.md and then the digest here."""
+    kinds = ControllerState, manifest.NodeFacts, manifest.Checkpoint
+    assert (manifest.FORMAT, digest_of_form(kinds)) == (10, "b277fe2611e8d4d1")

@@ -20,6 +20,7 @@ import pytest
 import zmq
 from hosts import MODEL_CONFIG, PROBE, Far, running
 from programs import wait_until
+from stored_forms import digest_of_form
 from trajectories import make_trajectory
 from user_files import write_user_code
 
@@ -30,7 +31,17 @@ from asyncrl.messages import Abort, Finished, LoadWeights, Stop, Stopped, Ticket
 from extras.swarm.host_engine import HostEngine
 from extras.swarm.hub import make_key
 from extras.swarm.join import check_program
-from extras.swarm.wire import SILENCE_S, Join, Pull, read_key
+from extras.swarm.wire import (
+    FROM_ENGINE,
+    FROM_HOST,
+    PROTOCOL,
+    SILENCE_S,
+    TO_ENGINE,
+    TO_HOST,
+    Join,
+    Pull,
+    read_key,
+)
 
 TIMES = "started_at", "ended_at"
 NUM_PROBLEMS = 12
@@ -409,3 +420,9 @@ def test_hosts_are_sent_to_the_node_with_the_fewest_workers(tmp_path):
             wait_until(lambda: (first.metric("joins"), second.metric("joins")) == (1, 1))
             first.step()
             second.step()
+
+
+def test_another_form_of_messages_has_another_number():
+    """A changed digest needs a new PROTOCOL, a line in CHANGELOG.md and then the digest here."""
+    kinds = *TO_ENGINE, *FROM_ENGINE, *TO_HOST, *FROM_HOST
+    assert (PROTOCOL, digest_of_form(kinds)) == (6, "a84c33757c41eeba")
