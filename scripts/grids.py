@@ -624,7 +624,7 @@ def write_tables(out: Path, tables: dict[str, list[str]]) -> None:
 
 
 def draw(runs: pd.DataFrame, path: Path) -> None:
-    """Draw training reward by the version that sampled, a panel per setting: means of the seeds that did not fail."""
+    """Draw training reward by the version that sampled, a panel per setting: seeds without errors, and their mean."""
     sound = runs[runs["record"].map(lambda record: "error" not in record)]
     settings = runs["setting"].unique()
     figure = Figure(figsize=(4 * len(settings) + 4, 4), layout="constrained")
@@ -635,15 +635,23 @@ def draw(runs: pd.DataFrame, path: Path) -> None:
         dashes = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
         style = {"color": COLOURS[number % len(COLOURS)], "ls": dashes}
         for setting_name, group in sound[sound["loss"] == name].groupby("setting", sort=False):
-            points = pd.concat([reward_by_version(record) for record in group["record"]])
-            means = points.groupby(level=0).mean()
+            seeds = [reward_by_version(record) for record in group["record"]]
+            for rewards in seeds:
+                panels[setting_name].plot(rewards, lw=0.5, alpha=0.5, **style)
+            means = pd.concat(seeds).groupby(level=0).mean()
             (lines[name],) = panels[setting_name].plot(means, marker=".", **style)
     for name, panel in panels.items():
-        panel.set(title=name.replace("`", ""), xlabel="policy version")
+        panel.set(title=_lag_of(name), xlabel="policy version")
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("training reward")
     figure.legend(lines.values(), lines, loc="outside right upper")
     figure.savefig(path, dpi=100)
+
+
+def _lag_of(setting_name: str) -> str:
+    """Return the name of a setting for a figure: lag K for α = 0 and publish delay K."""
+    text = setting_name.replace("`", "")
+    return re.sub(r"async_ratio 0, publish_delay (\d+)", r"lag \1", text)
 
 
 def draw_differences(rows: pd.DataFrame, path: Path) -> None:
@@ -662,7 +670,7 @@ def draw_differences(rows: pd.DataFrame, path: Path) -> None:
     axes.margins(y=0.02)
     for number, name in enumerate(settings):
         shift = (number + 1) / (len(settings) + 1) - 0.5
-        style = {"color": COLOURS[number], "label": name.replace("`", "")}
+        style = {"color": COLOURS[number], "label": _lag_of(name)}
         means = compared[compared["setting"] == name]
         heights = means["loss"].map(places) + shift
         ends = [means["mean"] - means["low"], means["high"] - means["mean"]]

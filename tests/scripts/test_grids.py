@@ -353,7 +353,7 @@ def test_the_figure_of_differences_has_a_dot_for_each_seed_of_a_loss(figures, tm
         for x, y in part.get_offsets().tolist()
     ]
     assert sorted(dots) == sorted(zip(rows["loss"], rows["level"], strict=True)) and len(dots) == 12
-    assert [text.get_text()[-2:] for text in legend.get_texts()] == [" 4", "16"]
+    assert [text.get_text() for text in legend.get_texts()] == ["lag 4", "lag 16"]
 
 
 def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(figures, tmp_path):
