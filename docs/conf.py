@@ -35,7 +35,7 @@ autodoc_default_options = {"members": True, "undoc-members": True, "member-order
 autodoc_typehints = "none"  # docstrings state shapes and types
 
 CONTENTS = {
-    "Start": ["docs/devices", "docs/extending", "docs/agents", "docs/telemetry"],
+    "Start": ["docs/devices", "docs/predictions", "docs/extending", "docs/agents", "docs/telemetry"],
     "Look up": ["docs/reference", "docs/api", "docs/mechanisms", "docs/reliability"],
     "Findings": ["docs/staleness", "docs/losses", "docs/results", "results/README"],
     "Optional systems": [
