@@ -43,7 +43,8 @@ def commands() -> list[str]:
     """Commands of our pages that train a named model, each on one line."""
     lines = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for block in re.findall(r"^```\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+        for block in (block for language, block in blocks if not language):
             parts = [line.partition("  # ")[0] for line in block.replace("\\\n", " ").splitlines()]
             lines += [line for line in parts if "train_async.py" in line and NAMED in line]
     return [line for line in lines if "…" not in line]
