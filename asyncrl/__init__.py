@@ -37,6 +37,17 @@ def _check_names() -> None:
             raise ImportError(f"{file} has the name of a module of {ROOT}; rename it")
 
 
+def _check_packages() -> None:
+    """End the program, in one line, if this Python lacks the packages. It may be `python`, and not .venv/bin/python."""
+    from importlib import util
+
+    if util.find_spec("msgspec") is None:
+        sys.exit(
+            f"error: {sys.executable} lacks the packages of this code; write {ROOT}/.venv/bin/python, which "
+            "bash scripts/install.sh makes"
+        )
+
+
 def _put_script_last() -> None:
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     folder = os.path.dirname(os.path.abspath(script))
@@ -45,5 +56,6 @@ def _put_script_last() -> None:
 
 
 _check_names()
+_check_packages()
 _put_script_last()
 sys.meta_path.insert(0, FindByPlace)

@@ -271,7 +271,9 @@ def warn_of_few_seeds(num_seeds: int) -> None:
         )
 
 
-def describe(cells: list[dict], records: list[dict], baseline: str | None) -> list[str]:
+def describe(
+    cells: list[dict], records: list[dict], baseline: str | None, extra: tuple[str, ...]
+) -> list[str]:
     """Return the names of the cells, and the question that each table answers or what it needs.
 
     The records are those of the grid so far.
@@ -285,7 +287,8 @@ def describe(cells: list[dict], records: list[dict], baseline: str | None) -> li
         "against.md": len({losses[key(cell)] for cell in cells}) < 2
         and "two losses, as --algos grpo tis",
     }
-    lines = [f"{len(cells)} runs:", *(f"  {names[key(cell)]}" for cell in cells)]
+    options = f", each with {shlex.join(extra)}" if extra else ""
+    lines = [f"{len(cells)} runs{options}:", *(f"  {names[key(cell)]}" for cell in cells)]
     for name, what in needed.items():
         question = QUESTIONS[name].format(baseline=baseline or losses[key(cells[0])])
         lines.append(f"{name}: {question}" + (f" Not made: it needs {what}." if what else ""))
@@ -471,8 +474,12 @@ def keep(record: dict, name: str, path: Path) -> None:
     """Append a record of the run with this name to a file, and print its result."""
     with open(path, "a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
-    accuracies = [f"{accuracy:.3f} at {version}" for version, accuracy in record["evaluations"]]
-    result = record.get("error", f"held-out accuracy by version: {', '.join(accuracies)}")
+    reward = record["summary"]["reward_last"]
+    results = [] if reward is None else [f"reward {reward:.3f} in the last tenth of the steps"]
+    if record["evaluations"]:
+        accuracies = [f"{accuracy:.3f} at {version}" for version, accuracy in record["evaluations"]]
+        results.append(f"held-out accuracy by version: {', '.join(accuracies)}")
+    result = record.get("error", "; ".join(results))
     print(f"{name}: {result}", flush=True)
 
 
@@ -517,7 +524,7 @@ def main() -> None:
             warn_of_few_seeds(arguments.seeds)
         if cells and arguments.dry_run:
             records = read_records(out / "cells.jsonl")
-            print(*describe(cells, records, arguments.baseline), sep="\n")
+            print(*describe(cells, records, arguments.baseline, arguments.extra), sep="\n")
             print(time_needed(cells, records, arguments.parallel))
         else:
             run_grid(arguments, cells)

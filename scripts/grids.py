@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 from algos import LOSSES
@@ -134,8 +135,8 @@ def warn_of_other_code(versions: Collection[str | None]) -> None:
     known = sorted(set(versions) - {None})
     if len(known) > 1:
         print(
-            f"warning: runs of this grid have {len(known)} versions of this code, {', '.join(known)}; if runs differ "
-            "between them, give another --out",
+            f"warning: runs of this grid have {len(known)} versions of this code, {', '.join(known)}; they can differ "
+            "for that reason, too. A new --out keeps versions apart",
             file=sys.stderr,
         )
 
@@ -642,6 +643,7 @@ def draw(runs: pd.DataFrame, path: Path) -> None:
             (lines[name],) = panels[setting_name].plot(means, marker=".", **style)
     for name, panel in panels.items():
         panel.set(title=_lag_of(name), xlabel="policy version")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("training reward")
     figure.legend(lines.values(), lines, loc="outside right upper")
@@ -667,7 +669,7 @@ def draw_differences(rows: pd.DataFrame, path: Path) -> None:
     settings = compared["setting"].unique()
     figure = Figure(figsize=(8, 1.5 + 0.18 * len(compared)), layout="constrained")
     axes = figure.subplots()
-    axes.margins(y=0.02)
+    axes.set_ylim(len(places) - 0.4, -0.6)
     for number, name in enumerate(settings):
         shift = (number + 1) / (len(settings) + 1) - 0.5
         style = {"color": COLOURS[number], "label": _lag_of(name)}
@@ -678,8 +680,10 @@ def draw_differences(rows: pd.DataFrame, path: Path) -> None:
         seeds = rows[rows["setting"] == name]
         axes.scatter(seeds["level"], seeds["loss"].map(places) + shift, s=12, color=COLOURS[number])
     axes.set_yticks([*places.values()], [*places])
-    axes.invert_yaxis()
     axes.axvline(0, color="grey", lw=0.8)
-    axes.set_xlabel("level, lagged minus fresh: each seed, mean and 95 % t-interval")
+    few = "" if compared["count"].max() >= MIN_SEEDS else f", which needs {MIN_SEEDS} seeds"
+    axes.set_xlabel(
+        f"← lag hurts.  Level, lagged minus fresh: each seed, mean, 95 % t-interval{few}"
+    )
     figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=100)

@@ -106,8 +106,8 @@ def load(path: str | Path) -> Run:
         raise ValueError(f"{path} is an ablation; {where}; {kept}")
     for name in ("metrics.jsonl", "run.json"):
         if not (path / name).exists():
-            what = "does not exist; give the directory of a run, as in runs/NAME"
-            raise ValueError(f"{path / name} {what}{nearest_run(path)}")
+            what = "does not exist; give the directory of a run"
+            raise ValueError(f"{path / name} {what}{nearest_run(path) or newest_run()}")
     try:
         info = read_header(path)
     except json.JSONDecodeError as error:
@@ -134,9 +134,13 @@ def _load_log(path: Path) -> Run:
 def check_are_given(runs: Sequence[object]) -> None:
     """Raise ValueError if a command line has no run."""
     if not runs:
-        newest = max(Path(Config.runs_dir).glob("*/run.json"), key=os.path.getmtime, default=None)
-        hint = f"; the newest is {newest.parent}" if newest else ""
-        raise ValueError(f"no run is given; give its directory, as runs/NAME{hint}")
+        raise ValueError(f"no run is given; give its directory{newest_run()}")
+
+
+def newest_run() -> str:
+    """Return the end of an error about a run: the newest run, or an example if there is none."""
+    newest = max(Path(Config.runs_dir).glob("*/run.json"), key=os.path.getmtime, default=None)
+    return f"; the newest is {newest.parent}" if newest else ", as runs/NAME"
 
 
 def frame(records: list[dict]) -> pd.DataFrame:

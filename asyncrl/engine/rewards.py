@@ -124,9 +124,12 @@ class RewardScorer:
             scored = f"--reward {function.text}" if function.text else "a row without --reward"
             for name in function.needed:
                 if name not in ("response", *columns):
+                    advice = "fill or rename it, or give --reward FILE.py:FUNCTION"
+                    if function.text:
+                        advice = "fill or rename it, or give the parameter a default"
                     raise ValueError(
-                        f"{place}{scored} needs the column {name}, and the row has {', '.join(columns)} besides nulls; "
-                        f"fill or rename it, or give the parameter a default{nearest(name, columns)}"
+                        f"{place}{scored} needs the column {name}, and the row has values in {', '.join(columns)}; "
+                        f"{advice}{nearest(name, columns)}"
                     )
             if not function.text:
                 try:

@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from option_words import words_that_change
+from programs import ROOT
 from user_files import ENVIRONMENT, LOSS, TASK, write_user_code
 
 from asyncrl import user_code
@@ -322,3 +324,10 @@ def test_the_options_of_a_run_are_printed_and_the_print_is_read_again(tmp_path, 
     text = capsys.readouterr().out
     assert end.value.code == 0 and "\n[optim]\n" in text
     assert parse_config(write_config(tmp_path, text)) == parse_config(words)
+
+
+def test_a_python_without_the_packages_ends_in_one_line():
+    command = [sys.executable, "-S", ROOT / "train_async.py"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.fullmatch(r"error: \S+ lacks the packages of this code; write .+\n", ended.stderr)
