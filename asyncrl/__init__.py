@@ -56,6 +56,6 @@ def _put_script_last() -> None:
 
 
 _check_names()
-_check_packages()
 _put_script_last()
+_check_packages()
 sys.meta_path.insert(0, FindByPlace)

@@ -66,6 +66,8 @@ SPREAD = (
     "larger: of rewards from version to version, or of the answers that an evaluation samples."
 )
 """The note of the pages on intervals. Records of older code lack the number of answers, and have no such noise."""
+MAX_PRINTED = 12
+"""Most differences that a report prints. Its pages have all."""
 COLOURS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
 """Colours of losses, strong ones first."""
 DASHES = "-", "--", ":", "-."
@@ -499,6 +501,19 @@ def final_table(rows: pd.DataFrame, partner: str) -> list[str]:
     return ["", *markdown(heading, lines), *(["", sentence] if sentence else [])]
 
 
+def differences_in_words(rows: pd.DataFrame) -> list[str]:
+    """Return a line for each difference of level; none if the table has more than MAX_PRINTED."""
+    if rows.empty or rows["level"].isna().all():
+        return []
+    compared = compare(rows)
+    if len(compared) > MAX_PRINTED:
+        return []
+    return [
+        f"  {row.loss}, {_lag_of(row.setting)}: {row.text.strip('*')}{', significant' * row.stays}"
+        for row in compared.itertuples()
+    ]
+
+
 def disagreement(rows: pd.DataFrame) -> str:
     """Return a sentence that names each loss and setting whose seeds end far apart, or an empty text."""
     names = ["loss", "setting", "final"]
@@ -612,6 +627,8 @@ def report(out: Path, baseline: str | None = None, left_out: Sequence[str] = ())
     for name, differences_of_pairs in rows.items():
         question = QUESTIONS[name].format(baseline=baseline)
         print(f"{name}: {question} {verdicts(differences_of_pairs)}")
+        for line in differences_in_words(differences_of_pairs):
+            print(line)
     if note:
         print(note)
 

@@ -176,7 +176,9 @@ class Policy(WholeWeights):
         logprobs = [
             self.forward(self.module, microbatch, raw).logprobs.cpu() for microbatch in packed
         ]
-        free_gathered_weights(self.module)  # FSDP keeps them for a backward pass
+        free_gathered_weights(
+            self.module
+        )  # FSDP keeps them for a backward pass, but there is no such pass
         return logprobs[: len(microbatches)]
 
     def pack_to_train(self, bundles: list[Bundle], policy_version: int) -> MicroBatch:

@@ -283,7 +283,10 @@ def test_the_published_study_is_what_a_report_of_its_records_says(
         rows = [line for line in table if line.startswith("| `")]
         assert len(rows) >= 5
         assert all(row in published for row in rows[1:])
-    *_, line, against_line = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    line, against_line = (
+        line for line in printed if line.startswith(("paired", "against")) and ": " in line
+    )
     found = re.findall(r"The seeds support .+?[.](?= |$)", line)
     assert found == re.findall(r"The seeds support .+?[.]$", paired, re.M) and len(found) == 2
     is_compared = (tmp_path / "against.md").exists()
@@ -354,6 +357,18 @@ def test_the_figure_of_differences_has_a_dot_for_each_seed_of_a_loss(figures, tm
     ]
     assert sorted(dots) == sorted(zip(rows["loss"], rows["level"], strict=True)) and len(dots) == 12
     assert [text.get_text() for text in legend.get_texts()] == ["lag 4", "lag 16"]
+
+
+def test_few_differences_are_printed_and_many_are_not():
+    records = [
+        make_record(a, k, s, steps=80) for a in ("grpo", "tis") for k in (0, 4) for s in range(3)
+    ]
+    rows = grids.differences(grids.measures_of(records))
+    lines = grids.differences_in_words(rows)
+    assert [line.partition(": ")[0] for line in lines] == ["  grpo, lag 4", "  tis, lag 4"]
+    assert all(re.search(r": [+−]\d\.\d{3} \(.+ … .+\)(, significant)?$", line) for line in lines)
+    others = [rows.assign(loss=f"loss{number}") for number in range(grids.MAX_PRINTED + 1)]
+    assert grids.differences_in_words(pd.concat(others)) == []
 
 
 def test_thirty_losses_have_lines_that_differ_and_a_legend_outside_of_the_panels(figures, tmp_path):
