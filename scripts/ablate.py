@@ -309,7 +309,7 @@ def time_needed(cells: list[dict], records: list[dict], parallel: int) -> str:
     seconds = [record["seconds"] for record in records if "seconds" in record]
     if not seconds:
         return (
-            "time: the default job takes one to three minutes a run on two cores; after the first run, the same "
+            "time: not known yet; a default run takes one to three minutes on two cores. After the first run, the same "
             "command with this --out predicts it"
         )
     minutes = math.ceil(num_missing / parallel) * sum(seconds) / len(seconds) / 60

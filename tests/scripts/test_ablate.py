@@ -133,7 +133,7 @@ def test_a_dry_run_checks_and_prints_the_cells_and_what_the_tables_answer(ablate
     assert lines[:5] == ["4 runs:", *cells] and list(tmp_path.iterdir()) == [tmp_path / "stub.py"]
     assert lines[5].startswith("paired.md: what do stale data cost each loss?")
     assert lines[6] == "against.md: is a loss better than grpo at the same lag?"
-    assert lines[7].startswith("time: the default job takes one to three minutes a run")
+    assert lines[7].startswith("time: not known yet; a default run takes one to three minutes")
     *_, paired, against, _ = ablate_stub("--algos", "tis", "--dry-run").splitlines()
     assert "Not made: it needs fresh and stale cells" in paired
     assert "than tis at the same lag? Not made: it needs two losses" in against
