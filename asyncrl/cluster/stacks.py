@@ -33,7 +33,8 @@ def run_root() -> psutil.Process:
 def title(process: psutil.Process) -> str:
     """Return the title of a process in ps, at most 60 characters, and its pid."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return f"{' '.join(process.cmdline()).strip()[:60]} (pid {process.pid})"
+        words = " ".join(process.cmdline()).split()  # an argument can have several lines
+        return f"{' '.join(words)[:60]} (pid {process.pid})"
     return f"process {process.pid}"
 
 

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
 
 import psutil
 from programs import run_python, start_python, wait_until
+
+from asyncrl.cluster.stacks import title
 
 ROOT_OF_TWO = (
     "import multiprocessing, os, subprocess, sys, time\n"
@@ -50,3 +53,8 @@ def test_where_stacks_cannot_be_written_the_reason_to_end_is_not_replaced(tmp_pa
     for path in (tmp_path / "gone" / "stacks.txt", "/dev/full"):
         code = "from asyncrl.cluster.stacks import dump_stacks; dump_stacks()"
         assert not run_python("-c", code, ASYNC_RL_STACKS=str(path)).stderr
+
+
+def test_the_title_of_a_process_is_one_line_though_an_argument_has_several():
+    with subprocess.Popen(["bash", "-c", "read\n:"], stdin=subprocess.PIPE) as process:
+        assert title(psutil.Process(process.pid)) == f"bash -c read : (pid {process.pid})"
